@@ -11,7 +11,7 @@ import torch
 from datastates.config import IoSettings
 from datastates.container.pickle_reader import Trust
 from datastates.executor.make import make_executor
-from datastates.restoring import loading
+from datastates.reading import whole_checkpoint
 from datastates.saving import gate
 
 
@@ -30,7 +30,9 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
         TrustError: The file needs a class that is not trusted.
     """
     gate.pass_all()  # what is loaded is about to be copied over the training state
-    return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
+    return whole_checkpoint.load(
+        path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location)
+    )
 
 
 def placed(map_location: Any) -> Callable[[Any], Any]:

@@ -8,8 +8,8 @@ from datastates.config import IoSettings, Settings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
+from datastates.reading.checkpoint import Checkpoint
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.one_tensor import Checkpoint
 from datastates.restoring.report import RestoreReport
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restored import Restored

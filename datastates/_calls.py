@@ -27,16 +27,16 @@ from datastates.exporting.target import is_file, refuse_existing
 from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
 from datastates.ranks.world import SoloWorld, World, world_of
+from datastates.reading.tensors import Tensors
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.fallback import compare as compare_newest
-from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.newest_whole import compare as compare_newest
+from datastates.restoring.newest_whole import restore as restore_newest
 from datastates.restoring.renaming import Renames, checked_renames
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.selection import checked_keys
-from datastates.restoring.sources import Tensors
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.pytrees import is_leaf

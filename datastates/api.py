@@ -27,15 +27,15 @@ from datastates.formats import recognise
 from datastates.formats.format import Format
 from datastates.ranks.together import meet
 from datastates.ranks.world import World
+from datastates.reading.checkpoint import Checkpoint
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.one_tensor import Checkpoint
 from datastates.restoring.renaming import Renames
 from datastates.restoring.request import CompareOptions, RestoreOptions, divide
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
-from datastates.state.into import AS_SAVED, Device, Framework, Into
+from datastates.state.new_memory import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
 
 

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from datastates.state import arrays, dressed, laziness
+from datastates.state import arrays, laziness, subclasses
+from datastates.state.known_layout import Describer, Known
 from datastates.state.provider import Saved, StateProvider
-from datastates.state.repeated import Describer, Known
 from datastates.state.shards import HOST, Shard, Shards
 
 
@@ -111,7 +111,7 @@ class HostTensorProvider(ArraysProvider):
 
     def is_lazy(self, array: object) -> bool:
         """Whether it is a parameter, or an array of JAX."""
-        plain = dressed.is_tensor(array) and not laziness.is_parameter(array)
+        plain = subclasses.is_tensor(array) and not laziness.is_parameter(array)
         return not plain and super().is_lazy(array)
 
     def check(self, shard: Shard) -> None:

@@ -25,9 +25,9 @@ from datastates.providers.nested.stored_leaves import (
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, laziness
 from datastates.state.depth import deeper
-from datastates.state.landings import Landing, describes, why_not_made
 from datastates.state.provider import Saved
 from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested
+from datastates.state.replacements import Landing, describes, why_not_made
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
 

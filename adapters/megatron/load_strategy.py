@@ -27,7 +27,7 @@ from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
 from datastates.adapters.tried import warn_of_untried
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
-from datastates.restoring.reads import Tally
+from datastates.reading.reads import Tally
 from datastates.saving import gate
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ from datastates.container.logical import Logical, combine
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_policy import TorchName
 from datastates.errors import FormatError
-from datastates.restoring.sources import TensorFile
+from datastates.reading.tensors import TensorFile
 
 Objects = dict[str, dict[int, ObjectEntry]]
 """The stored objects by full key, then by rank."""

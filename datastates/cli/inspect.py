@@ -14,7 +14,7 @@ from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_tabl
 from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
-from datastates.restoring.sources import TensorFile
+from datastates.reading.tensors import TensorFile
 
 
 def inspect(arguments: argparse.Namespace) -> int:

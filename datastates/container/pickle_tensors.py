@@ -13,7 +13,7 @@ from datastates.container import pickle_policy, pickle_torch
 from datastates.container.pickle_machine import Machine
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
-from datastates.state import dressed, dtypes
+from datastates.state import dtypes, subclasses
 from datastates.state.shards import StoredArray
 
 
@@ -216,9 +216,9 @@ class TensorReader(Machine):
 
     def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any, attributes: Any = None) -> object:
         del hooks
-        if dressed.is_tensor(data):
+        if subclasses.is_tensor(data):
             # with attributes it is an object of its own, apart from others over the same memory
-            data = dressed.as_parameter(data.detach() if attributes else data, requires_grad is True)
+            data = subclasses.as_parameter(data.detach() if attributes else data, requires_grad is True)
         elif (refer := getattr(data, "as_parameter", None)) is not None:  # an array that has not been read
             data = refer(requires_grad is True)
         return self._with_attributes(data, attributes)
@@ -228,7 +228,7 @@ class TensorReader(Machine):
             raise FormatError("a tensor is made by a function that may not be called")
         made = function(*arguments)
         if pickle_policy.name_in_torch(kind) == "Tensor":
-            if state and dressed.is_tensor(made):
+            if state and subclasses.is_tensor(made):
                 made = made.detach().requires_grad_(made.requires_grad)
             return self._with_attributes(made, state)
         if pickle_policy.name_in_torch(kind) == pickle_torch.JAGGED and type(state) is dict:
@@ -258,8 +258,8 @@ class TensorReader(Machine):
             return made
         if type(attributes) is not dict or not all(type(name) is str for name in attributes):
             raise FormatError("the attributes of a tensor are no mapping of names")
-        if dressed.is_tensor(made):
-            dressed.set_attributes(made, attributes)
+        if subclasses.is_tensor(made):
+            subclasses.set_attributes(made, attributes)
         return made
 
     def _is_rebuild(self, function: Any) -> bool:

@@ -28,8 +28,8 @@ from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
 from datastates.exporting.frame import File
 from datastates.exporting.sharing import Sharing, Stretch, stretch_of
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import TensorFile
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef

@@ -22,10 +22,10 @@ from datastates.exporting import torch_layout
 from datastates.exporting.copying import Copier, Origin, window_nbytes
 from datastates.exporting.naming import choose, matches, names_of
 from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
-from datastates.restoring.casting import FLOATS
+from datastates.reading.casting import FLOATS
+from datastates.reading.tensors import Tensors
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
-from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from datastates._base.files import opened
 from datastates._base.sizes import PAGE
 from datastates.container.table import Row
-from datastates.restoring.sources import TensorFile
+from datastates.reading.tensors import TensorFile
 from datastates.state.strides import is_row_major
 
 SHORTEST = 1 << 20

@@ -17,7 +17,7 @@ from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, naming
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.state import memory
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
 
 

@@ -11,7 +11,7 @@ from datastates.executor.executor import Executor
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.format import Problem
 from datastates.formats.torch_file import TorchFile
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 
 
 class Composite(Foreign):

@@ -21,7 +21,7 @@ from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.format import Problem
 from datastates.formats.record_file import Record
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span
 

@@ -19,11 +19,11 @@ from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.restoring.new_arrays import NewArrays
-from datastates.restoring.new_tensors import is_one_row
-from datastates.restoring.proof import crc_of_record
-from datastates.restoring.sources import Found, FoundRow, Held
-from datastates.state.into import Into
+from datastates.reading.new_arrays import NewArrays
+from datastates.reading.new_tensors import is_one_row
+from datastates.reading.proof import crc_of_record
+from datastates.reading.tensors import Found, FoundRow, Held
+from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
 
 

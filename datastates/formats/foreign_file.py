@@ -67,7 +67,7 @@ def whole(key: str, array: StoredArray) -> Shard:
 
 
 class ForeignFile(RecordFile):
-    """A file of another format, as a :class:`~datastates.restoring.sources.TensorFile`.
+    """A file of another format, as a :class:`~datastates.reading.tensors.TensorFile`.
 
     Attributes:
         shards: The tensors.

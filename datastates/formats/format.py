@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
-from datastates.restoring.sources import TensorFile, Tensors
-from datastates.state.into import Into
+from datastates.reading.tensors import TensorFile, Tensors
+from datastates.state.new_memory import Into
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
 from datastates.formats.own_verify import verify_catalog, verify_container
-from datastates.restoring import loading
-from datastates.restoring.every_container import named_in, open_all, open_named
-from datastates.restoring.stored import Head, Stored
-from datastates.state.into import Into
+from datastates.reading import whole_checkpoint
+from datastates.reading.every_container import named_in, open_all, open_named
+from datastates.reading.stored import Head, Stored
+from datastates.state.new_memory import Into
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -77,8 +77,8 @@ class OwnCheckpoint:
         return "every byte is as written"
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read all of it, as :func:`datastates.restoring.loading.load` does."""
-        return loading.load(self._path, executor, trust=trust, into=into)
+        """Read all of it, as :func:`datastates.reading.whole_checkpoint.load` does."""
+        return whole_checkpoint.load(self._path, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with what the rest of the checkpoint implies.

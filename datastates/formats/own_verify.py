@@ -15,7 +15,7 @@ from datastates.container import archive, checksums, digests
 from datastates.container.file import Container
 from datastates.container.table import ShardTable
 from datastates.formats.format import Problem
-from datastates.restoring.stored import Head
+from datastates.reading.stored import Head
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 

@@ -30,7 +30,7 @@ class Record:
 
 
 class RecordFile:
-    """A file as ranges without checksums of chunks, for :class:`~datastates.restoring.reads.Reads`.
+    """A file as ranges without checksums of chunks, for :class:`~datastates.reading.reads.Reads`.
 
     Attributes:
         path: The file.

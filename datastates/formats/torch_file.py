@@ -21,11 +21,11 @@ from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.record_file import Record
-from datastates.restoring.new_arrays import NewArrays
+from datastates.reading.new_arrays import NewArrays
 from datastates.state import memory
-from datastates.state.into import Into
 from datastates.state.keys import join
 from datastates.state.nested import leaves
+from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
 
 NAME = "a file of torch.save"

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datastates.commit.claims import key_hash
 from datastates.container.table import Row
 from datastates.errors import ProviderError
-from datastates.restoring.casting import Cast, are_convertible, can_cast
-from datastates.restoring.gathering import gather
-from datastates.restoring.reads import Reads
+from datastates.reading.casting import Cast, are_convertible, can_cast
+from datastates.reading.gathering import gather
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import TensorFile, Tensors
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
-from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
 from datastates.state.arrays import Destinations
 from datastates.state.parts import uncovered

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datastates.errors import DatastatesError, ProviderError
+from datastates.reading.tensors import Tensors
 from datastates.restoring.compared import Compared
-from datastates.restoring.provider_view import SavedState
 from datastates.restoring.restored import Restored, misfit, warn_of_rest
-from datastates.restoring.sources import Tensors
+from datastates.restoring.saved_state import SavedState
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard, full_key
 

@@ -14,7 +14,7 @@ from datastates.errors import CommitError, RanksMissingError, RestoreError, Stor
 from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.neighbours import by_host, ranks_beside
 from datastates.ranks.world import World
-from datastates.restoring.exchange import patience_of
+from datastates.reading.exchange import patience_of
 
 _T = TypeVar("_T")
 

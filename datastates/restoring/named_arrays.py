@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from datastates.container.rows import logical
 from datastates.container.table import Row
+from datastates.reading.tensors import Tensors
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
-from datastates.restoring.sources import Tensors
 from datastates.state import arrays
 from datastates.state.keys import is_inner
 from datastates.state.provider import Saved, StateProvider

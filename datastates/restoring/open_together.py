@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datastates.commit import health, manifest, protection
+from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.stored import Head, Stored
 
 
 def advised(path: Path, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:

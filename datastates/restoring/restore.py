@@ -17,20 +17,21 @@ from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.executor.timeline import recorded
-from datastates.restoring import ahead, casting
+from datastates.reading import casting
+from datastates.reading.reads import Reads
+from datastates.reading.stored import Stored
+from datastates.reading.tensors import Tensors
+from datastates.restoring import containers_ahead
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
 from datastates.restoring.meeting import Fit, Meeting, RestoredPart
 from datastates.restoring.named_arrays import NamedArrays
-from datastates.restoring.provider_view import SavedState
-from datastates.restoring.reads import Reads
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
+from datastates.restoring.saved_state import SavedState
 from datastates.restoring.selection import Cut, Selection
-from datastates.restoring.sources import Tensors
-from datastates.restoring.stored import Stored
 from datastates.state import dtensors
 from datastates.state.memory import note_rewritten
 from datastates.state.provider import StateProvider, stored_name, walk_unique
@@ -190,7 +191,9 @@ class Restore:
         return None if selection.names(name) else _NOTHING
 
     def _read_ahead(self, own: Stored, choose: Callable[[Sequence[int]], Iterable[int]]) -> None:
-        self._executor = ahead.begin(own, self._providers, self._meeting, self._make_executor, self._reads, choose)
+        self._executor = containers_ahead.begin(
+            own, self._providers, self._meeting, self._make_executor, self._reads, choose
+        )
 
     # --- comparing: whether it fits
 

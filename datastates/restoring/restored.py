@@ -10,8 +10,8 @@ from pathlib import Path
 
 from datastates.errors import RestoreError
 from datastates.executor.timeline import RESTORE_WAITS_FOR, Span, stages, write_trace
+from datastates.reading.tensors import Tensors
 from datastates.restoring.report import RestoreReport
-from datastates.restoring.sources import Tensors
 
 _log = logging.getLogger("datastates")
 _SHOWN = 8

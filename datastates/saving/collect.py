@@ -17,9 +17,9 @@ from datastates.planning import owners
 from datastates.saving.structure import Structure
 from datastates.state import dtensors, versions
 from datastates.state.dtypes import BY_NAME
+from datastates.state.known_layout import Knowledge
 from datastates.state.parts import overlap
 from datastates.state.provider import StateProvider, stored_name, walk_unique
-from datastates.state.repeated import Knowledge
 from datastates.state.shards import EVERY_RANK, HOST, Buffer, Shard, Shards, full_key, objects_of
 
 

@@ -13,8 +13,8 @@ from datastates.saving.frame import Framing
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
+from datastates.state.known_layout import Knowledge
 from datastates.state.provider import StateProvider
-from datastates.state.repeated import Knowledge
 
 
 class Saver:

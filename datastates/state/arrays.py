@@ -14,7 +14,7 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.state import dressed, dtensors, dtypes, jax_arrays
+from datastates.state import dtensors, dtypes, jax_arrays, subclasses
 from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
@@ -43,7 +43,7 @@ def kind_of(value: Any) -> str | None:
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
     return (
-        dressed.is_usual(type(value))
+        subclasses.is_usual(type(value))
         and (value.is_cpu or value.is_cuda)
         and value.layout is torch.strided
         and not value.is_nested
@@ -63,7 +63,7 @@ def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
 
 
 def _dtype(array: Any) -> dtypes.DType | None:
-    return _torch_dtype(array.dtype) if dressed.is_tensor(array) else _numpy_dtype(array.dtype)
+    return _torch_dtype(array.dtype) if subclasses.is_tensor(array) else _numpy_dtype(array.dtype)
 
 
 @dataclass(frozen=True, slots=True)

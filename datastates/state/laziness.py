@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datastates._base.loaded import loaded
-from datastates.state import dressed, dtensors, jax_arrays
+from datastates.state import dtensors, jax_arrays, subclasses
 
 
 def is_parameter(array: object) -> bool:
@@ -24,7 +24,7 @@ def is_lazy_by_default(array: object) -> bool:
     optimizer's ``step()`` changes them, which waits for the gate. Other tensors are if torch alone can write their
     memory: torch counts such changes, so a snapshot that they tear fails. All other arrays may change unseen.
     """
-    if not dressed.is_tensor(array):
+    if not subclasses.is_tensor(array):
         return jax_arrays.is_array(array) and not jax_arrays.is_on_host(array)
     return is_parameter(array) or not _is_shared(dtensors.local(array))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import dressed, dtensors, dtypes
+from datastates.state import dtensors, dtypes, subclasses
 from datastates.state.arrays import _view, kind_of
 from datastates.state.shards import ArrayRef, Shard
 from datastates.state.strides import overlap, span
@@ -115,7 +115,7 @@ def fresh(ref: ArrayRef, like: Any = None, device: Any = None) -> Any:
             import torch
 
             return torch.empty_like(like, dtype=_torch_dtype(torch, ref), requires_grad=False)
-    elif dressed.is_tensor(like):
+    elif subclasses.is_tensor(like):
         device = like.device
     return empty(ref, device if getattr(device, "type", None) == "cuda" else None)
 
@@ -169,7 +169,7 @@ def assign(destination: Any, source: Any) -> None:
 
 def convert(destination: Any, source: Any) -> None:
     """Copy an array in host memory into one of the same shape and another floating-point type, on any device."""
-    if dressed.is_tensor(destination):
+    if subclasses.is_tensor(destination):
         assign(destination, source)  # torch converts while it copies
     elif isinstance(destination, np.ndarray):
         np.copyto(destination, source, casting="unsafe")

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates.state import dressed, dtensors
+from datastates.state import dtensors, subclasses
 from datastates.state.arrays import address
 from datastates.state.tensor_scan import look
 
 
 def has_version(array: Any) -> bool:
     """Whether torch counts an array's changes in place, which it does for all tensors but those of inference mode."""
-    return dressed.is_tensor(array) and not array.is_inference()
+    return subclasses.is_tensor(array) and not array.is_inference()
 
 
 def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.providers.modules.load_code import LoadCode
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
-from datastates.state import arrays, dressed, memory
+from datastates.state import arrays, memory, subclasses
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.nested import leaves
 from datastates.state.provider import Saved
@@ -100,7 +100,7 @@ class Taking:
             if "/" not in key and (name := parts(key)[0]) not in stored and full in known and arrays.kind_of(leaf):
                 keys.append(full)
                 self.added[name] = full
-        devices = {t.device for _, t in leaves(live) if dressed.is_tensor(t)}
+        devices = {t.device for _, t in leaves(live) if subclasses.is_tensor(t)}
         usual = devices.pop() if len(devices) == 1 else None
         for key in keys:
             self.new[key] = memory.fresh(known[key], found.get(key.removeprefix(self.prefix)), usual)
@@ -128,7 +128,7 @@ class Taking:
                 if key in restored:
                     value[added] = self.new[key]
             for name in filter(self.code.takes, value):
-                value[name] = dressed.beside(self._live.get(name), value[name])
+                value[name] = subclasses.beside(self._live.get(name), value[name])
         return value, _without_holes(value, deep="" in self.code.prefixes)
 
 

@@ -10,8 +10,8 @@ from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.stored_leaves import is_static, stored
 from datastates.providers.nested.taken_apart import PlainTree, is_plain
 from datastates.state import jax_arrays
+from datastates.state.jax_addresses import Renewed
 from datastates.state.pytrees import flatten, leaves_of, nested
-from datastates.state.renewed import Renewed
 from datastates.state.shards import Shard, Shards, object_shard
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from datastates.providers.nested.stored_leaves import is_array
 from datastates.state import memory
-from datastates.state.landings import Landing, why_not_made
 from datastates.state.pytrees import Leaves, Path, find
+from datastates.state.replacements import Landing, why_not_made
 from datastates.state.shards import ArrayRef
 
 _NUMBERS = (bool, int, float, complex)

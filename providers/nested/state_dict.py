@@ -11,10 +11,10 @@ from datastates.providers.nested.sameness import own_key, same
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
 from datastates.state import arrays, laziness
-from datastates.state.dressed import beside, take_attributes
 from datastates.state.nested import with_items
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
+from datastates.state.subclasses import beside, take_attributes
 
 
 @runtime_checkable

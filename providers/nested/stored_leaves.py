@@ -8,8 +8,8 @@ from typing import Any
 
 from datastates.errors import ProviderError
 from datastates.state import arrays, jax_arrays
-from datastates.state.landings import describes, stand_in
 from datastates.state.pytrees import Leaves, Path, Step, key_of, leaves_of, nested
+from datastates.state.replacements import describes, stand_in
 
 KEY_DATA = Step("key_data", False)
 """Leads from typed random keys to their numbers."""

@@ -17,10 +17,10 @@ from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
 from datastates.providers.nested.freezing import freeze, thaw, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
-from datastates.state import arrays, dressed, dtensors, laziness, storages
+from datastates.state import arrays, dtensors, laziness, storages, subclasses
 from datastates.state.depth import DEEPEST, deeper
 from datastates.state.keys import INNER, component, is_inner, join
-from datastates.state.repeated import Describer
+from datastates.state.known_layout import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 _log = logging.getLogger("datastates")
@@ -189,7 +189,7 @@ class _Walk:
         if dtensors.is_dtensor(item):  # it would come back as a plain tensor
             raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
         made = self._leaf(self._inside(""), item, False)
-        made.attributes = None if self._detached else next(iter(dressed.attributes_of([item]) or ()), None)
+        made.attributes = None if self._detached else next(iter(subclasses.attributes_of([item]) or ()), None)
         return made
 
     def _copy(self, item: Any, key: str) -> object:
@@ -210,7 +210,7 @@ class _Walk:
             return self._tuple(item, key)
         if is_plain(item):
             return item
-        if dressed.is_tensor(item):  # sparse, meta and the like
+        if subclasses.is_tensor(item):  # sparse, meta and the like
             return self._odd_tensor(item, key)
         if storages.is_storage(item):
             return self._storage(item, key)
@@ -221,7 +221,7 @@ class _Walk:
         return _Opaque(len(self.opaque) - 1)
 
     def _array(self, item: Any, key: str) -> ArrayLeaf:
-        if not self._detached and (beside := dressed.attributes_of([item])):
+        if not self._detached and (beside := subclasses.attributes_of([item])):
             return self._dressed(key, item, None, *beside)
         found = self._leaf(key, item, self._lazy(key, item))
         is_apart = found.parameter or found.requires_grad
@@ -248,7 +248,7 @@ class _Walk:
         """A tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
         inner_key = self._inside(key)
         parts = item.__reduce_ex__(PROTOCOL)[:2]
-        memory = dressed.memory(parts)
+        memory = subclasses.memory(parts)
         if memory is None:
             return self._call(item, parts, inner_key)
         self._made.append(parts)

@@ -13,18 +13,18 @@ from datastates.errors import ProviderError
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
-from datastates.state import arrays, dressed, laziness, memory
+from datastates.state import arrays, laziness, memory, subclasses
 from datastates.state.depth import deeper
 from datastates.state.keys import is_inner
+from datastates.state.known_layout import Describer, Known
 from datastates.state.nested import leaves
 from datastates.state.provider import Encoder, Saved, StateProvider
-from datastates.state.repeated import Describer, Known
 from datastates.state.shards import Shard, Shards, object_shard
 
 
 def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
     """A copy of each array's Python attributes; None if no array has any, an empty list if some are not plain."""
-    live = dressed.attributes_of(values)
+    live = subclasses.attributes_of(values)
     if live is None:
         return None
     return [dict(own) for own in live] if all(is_plain(v) for own in live for v in own.values()) else []
@@ -190,7 +190,7 @@ class TreeProvider(StateProvider):
         """The live arrays. A tensor that is no plain memory, such as a sparse one, is not restored by its name."""
         known = saved.arrays()
         for key, leaf in leaves(self.value()):
-            if dressed.is_tensor(leaf) and arrays.kind_of(leaf) is None:
+            if subclasses.is_tensor(leaf) and arrays.kind_of(leaf) is None:
                 if key in known:
                     saved.report(
                         mismatched={key: "the live tensor is no plain memory, and is not restored by its name"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.providers.optimizer.state_dict_tree import with_parameters
-from datastates.state.dressed import is_tensor
 from datastates.state.nested import with_items
+from datastates.state.subclasses import is_tensor
 
 
 def loads_by_itself(optimizer: Any) -> bool:

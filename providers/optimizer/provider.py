@@ -19,7 +19,7 @@ from datastates.providers.optimizer.state_dict_tree import (
     with_all_states,
 )
 from datastates.providers.optimizer.stored_states import state_key
-from datastates.state import dressed, dtensors, memory
+from datastates.state import dtensors, memory, subclasses
 from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
@@ -55,7 +55,7 @@ class OptimizerProvider(TreeProvider):
     def is_lazy(self, key: str, array: Any) -> bool:
         """Whether it is a parameter's state. A scheduler changes the values in ``param_groups``."""
         lazy = self._lazy(key) if callable(self._lazy) else self._lazy
-        return lazy and key.startswith("state/") and dressed.is_tensor(array)
+        return lazy and key.startswith("state/") and subclasses.is_tensor(array)
 
     def match(self, stored: Any, saved: Saved) -> Match:
         """Live memory for the states that there are, and new memory for the others.

@@ -10,7 +10,7 @@ import numpy as np
 from datastates._base import gc_pause
 from datastates._base.columns import I64
 from datastates.providers.optimizer.shares import Share
-from datastates.state.repeated import Known
+from datastates.state.known_layout import Known
 from datastates.state.shards import Shard
 
 

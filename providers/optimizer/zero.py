@@ -15,11 +15,11 @@ from datastates.providers.optimizer.shares import Share, WholeParameter
 from datastates.providers.optimizer.spread import Knowledge, Spread
 from datastates.providers.optimizer.state_dict_tree import groups_of
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
-from datastates.state import arrays, dressed, memory
+from datastates.state import arrays, memory, subclasses
 from datastates.state.flat_layout import Name
 from datastates.state.keys import component
+from datastates.state.known_layout import Describer
 from datastates.state.provider import Saved, StateProvider
-from datastates.state.repeated import Describer
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
 _GROUPS = "param_groups"
@@ -183,7 +183,7 @@ class ShardedZeroProvider(StateProvider):
         found = list(self._states())
         tags = [f"{number}/{state}" for number, state, _ in found]
         values = [value for _, _, value in found]
-        lazy = list(map(dressed.is_tensor, values))
+        lazy = list(map(subclasses.is_tensor, values))
         rest = object_shard(_GROUPS)
         described: Sequence[Shard] | None = self._describer.again(tags, values, lazy)
         if described is None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain
 
 from datastates.state.keys import component
+from datastates.state.known_layout import Knowledge
 from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
-from datastates.state.repeated import Knowledge
 from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
 
 

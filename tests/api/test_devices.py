@@ -12,7 +12,7 @@ import torch
 import datastates as ds
 from datastates.errors import CorruptError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict
-from datastates.restoring import loading
+from datastates.reading import whole_checkpoint
 
 
 class Custom:
@@ -57,7 +57,7 @@ def test_the_cpu_is_a_device(tmp_path: Path, device: Any) -> None:
 @pytest.fixture
 def many_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record is read by a job of its own."""
-    monkeypatch.setattr(loading, "READ_AT_ONCE", 1)
+    monkeypatch.setattr(whole_checkpoint, "READ_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("many_jobs")

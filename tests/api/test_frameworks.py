@@ -14,7 +14,7 @@ import pytest
 
 import datastates as ds
 from datastates.providers import from_pytree, from_state_dict
-from datastates.state.into import Framework
+from datastates.state.new_memory import Framework
 
 WORDS = np.arange(12, dtype=np.float32).reshape(3, 4)
 HALVES = WORDS.astype(ml_dtypes.bfloat16)

@@ -222,7 +222,7 @@ def test_a_parameter_that_cannot_require_a_gradient_is_a_damaged_file(
     def refuse(array: object, ref: object) -> object:
         raise RuntimeError("only floating point tensors can require gradients")
 
-    monkeypatch.setattr("datastates.restoring.loading.as_referred", refuse)
+    monkeypatch.setattr("datastates.reading.whole_checkpoint.as_referred", refuse)
     with pytest.raises(FormatError, match=r"rank-00000\.pt: objects cannot be decoded: RuntimeError"):
         ds.load(tmp_path / "c", **SMALL)
 

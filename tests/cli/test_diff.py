@@ -21,7 +21,7 @@ from datastates.cli.compare import Differences, compare
 from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.restoring.every_container import open_all
+from datastates.reading.every_container import open_all
 from datastates.state import arrays
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard

@@ -42,7 +42,7 @@ from datastates.commit import fence, retention
 from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.formats.own_verify import verify_container
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 HANGS = 30
 """Seconds without a report after which a life is taken to hang."""

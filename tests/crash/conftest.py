@@ -20,7 +20,7 @@ from datastates import _native
 from datastates.commit import fence, newest, retention
 from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 SCRIPT_SECONDS = 120
 HERE = Path(__file__).parent

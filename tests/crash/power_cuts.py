@@ -34,7 +34,7 @@ import datastates as ds
 from datastates.commit import newest, retention
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 CANNOT = 77
 FICLONE = 0x40049409

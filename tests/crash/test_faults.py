@@ -27,7 +27,7 @@ from datastates.commit import fence, manifest, newest, retention
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}

@@ -24,7 +24,7 @@ from datastates.commit import newest
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 PATIENCE = 20.0

@@ -21,9 +21,9 @@ from datastates.container.index import StoredObject
 from datastates.errors import CorruptError
 from datastates.executor.executor import Executor
 from datastates.planning.plans import ReadPlan
-from datastates.restoring import ahead as reading_ahead
+from datastates.reading.stored import Stored
+from datastates.restoring import containers_ahead as reading_ahead
 from datastates.restoring import restore as restoring
-from datastates.restoring.stored import Stored
 from datastates.state.shards import Shard
 
 LOOP = Path(__file__).with_name("rank_loop.py")

@@ -27,8 +27,8 @@ from datastates.errors import (
     RestoreError,
     StorageError,
 )
+from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
-from datastates.restoring.stored import Stored
 from datastates.state.provider import Saved
 from datastates.state.shards import Shard
 

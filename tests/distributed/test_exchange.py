@@ -19,8 +19,8 @@ from datastates.container.file import open_container
 from datastates.errors import CorruptError, DatastatesError
 from datastates.executor.executor import Exchange, Executor
 from datastates.ranks.neighbours import Listener
-from datastates.restoring import exchange
-from datastates.restoring.reads import Reads
+from datastates.reading import exchange
+from datastates.reading.reads import Reads
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 SHAPES = {"w": (2048, 1024), "odd": (900, 333), "cube": (64, 96, 60), "narrow": (5000, 3), "flat": (300_000,)}

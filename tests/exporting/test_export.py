@@ -28,7 +28,7 @@ from datastates.container.file import open_container
 from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
 from datastates.exporting import copying
 from datastates.providers import from_state_dict
-from datastates.restoring.stored import Stored
+from datastates.reading.stored import Stored
 
 SHARDED = """
 import sys

@@ -19,7 +19,7 @@ import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
 from datastates.formats.archived_object import ArchivedObject
-from datastates.state.into import AS_SAVED
+from datastates.state.new_memory import AS_SAVED
 
 SHARDED = """
 import sys

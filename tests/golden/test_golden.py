@@ -21,8 +21,8 @@ from datastates.commit import manifest
 from datastates.container.file import open_container
 from datastates.container.index import encode_index
 from datastates.formats.own_verify import verify_catalog, verify_container
-from datastates.restoring.every_container import open_checkpoint
-from datastates.restoring.stored import Stored
+from datastates.reading.every_container import open_checkpoint
+from datastates.reading.stored import Stored
 from datastates.state import dtypes
 from datastates.state.shards import full_key
 

@@ -9,7 +9,7 @@ import torch
 
 import datastates as ds
 from datastates.providers import from_state_dict, from_stateful
-from datastates.restoring import casting
+from datastates.reading import casting
 
 
 @pytest.mark.parametrize("stored", ["cpu", "cuda"])

@@ -26,7 +26,7 @@ from datastates.container.file import open_container
 from datastates.errors import DatastatesError, FormatError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
 PARTS = [("w", (4, 6), torch.float32), ("cut", (10,), torch.float16), ("alike", (3,), torch.int64)]

@@ -11,7 +11,7 @@ import pytest
 
 from datastates.commit import manifest
 from datastates.errors import FormatError
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 
 ENTRY = {"file": "rank-00000.pt", "rank": 0, "nbytes": 100, "index_crc32": 7}
 FIELDS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from datastates.container import archive, checksums
 from datastates.container.table import KINDS
 from datastates.errors import DatastatesError, FormatError
 from datastates.formats.own_verify import verify_container
-from datastates.restoring.every_container import open_checkpoint
+from datastates.reading.every_container import open_checkpoint
 from datastates.state import dtypes
 
 RELAXED = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)

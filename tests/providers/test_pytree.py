@@ -300,7 +300,7 @@ def test_a_comparison_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         return found
 
     known = {**vars(jax_arrays), "landings": landings}
-    monkeypatch.setattr("datastates.state.landings.jax_arrays", SimpleNamespace(**known))
+    monkeypatch.setattr("datastates.state.replacements.jax_arrays", SimpleNamespace(**known))
     provider = from_pytree("s", {"a": jnp.arange(3.0)})
     ds.snapshot([provider], tmp_path / "c").wait_committed()
     ds.compare([provider], tmp_path / "c")

@@ -23,8 +23,8 @@ import datastates as ds  # noqa: E402
 from datastates.errors import ProviderError  # noqa: E402
 from datastates.providers import ReplicatedProvider, from_pytree  # noqa: E402
 from datastates.saving.collect import collect  # noqa: E402
-from datastates.state import arrays, renewed  # noqa: E402
-from datastates.state.repeated import Knowledge  # noqa: E402
+from datastates.state import arrays, jax_addresses  # noqa: E402
+from datastates.state.known_layout import Knowledge  # noqa: E402
 from datastates.state.shards import StoredArray  # noqa: E402
 
 Tree = dict[str, Any]
@@ -214,10 +214,10 @@ def test_what_is_known_keeps_no_array(tmp_path: Path) -> None:
 def test_arrays_in_device_memory_are_not_copied_to_find_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
     array = jnp.ones((4, 4))
     (shard,) = arrays.shards_of(["x"], [array], [True])
-    assert renewed.Renewed.of([array], [shard]) is not None
-    monkeypatch.setattr(renewed, "_memory", lambda *_: pytest.fail("it was asked for as an array of NumPy"))
+    assert jax_addresses.Renewed.of([array], [shard]) is not None
+    monkeypatch.setattr(jax_addresses, "_memory", lambda *_: pytest.fail("it was asked for as an array of NumPy"))
     assert shard.buffer is not None
-    assert renewed.Renewed.of([array], [replace(shard, buffer=replace(shard.buffer, device=0))]) is None
+    assert jax_addresses.Renewed.of([array], [replace(shard, buffer=replace(shard.buffer, device=0))]) is None
 
 
 @jax.tree_util.register_pytree_with_keys_class

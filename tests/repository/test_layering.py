@@ -22,6 +22,7 @@ ORDER = [
     {"container"},
     {"ranks"},  # knows nothing of checkpoints
     {"commit"},
+    {"reading"},  # no providers, no ranks
     {"saving", "restoring"},
     {"formats"},
     {"exporting"},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import datastates as ds
 from datastates.errors import CorruptError, RestoreError
 from datastates.providers import PickledObjectProvider, from_state_dict, from_stateful
-from datastates.restoring import casting
+from datastates.reading import casting
 from datastates.restoring.selection import Selection, checked_keys
 
 

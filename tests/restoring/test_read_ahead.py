@@ -22,7 +22,7 @@ from datastates.executor.executor import Executor
 from datastates.planning import read, write
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.providers import from_state_dict
-from datastates.restoring import ahead as reading_ahead
+from datastates.restoring import containers_ahead as reading_ahead
 from datastates.restoring.restore import Restore
 from datastates.state.provider import StateProvider
 from datastates.state.runs import Runs

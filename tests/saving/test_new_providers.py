@@ -29,9 +29,9 @@ from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.optimizer.shares import WholeParameter
 from datastates.saving import collect
 from datastates.saving.container_frame import ContainerFraming
-from datastates.state import arrays, repeated
+from datastates.state import arrays, known_layout
+from datastates.state.known_layout import Describer
 from datastates.state.provider import StateProvider
-from datastates.state.repeated import Describer
 from datastates.state.shards import Shards
 from datastates.testing import equal
 
@@ -74,7 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(Skeleton, "of")
-    count(repeated, "_alone")
+    count(known_layout, "_alone")
     count(arrays, "shards_of")
     count(collect, "_structure")
     count(ContainerFraming, "plan")
@@ -136,7 +136,7 @@ def test_what_is_lazy_is_the_new_providers_own_to_say(first: bool, tmp_path: Pat
 
 def test_what_is_said_of_replicas_is_the_new_providers_own_to_say() -> None:
     providers = [ReplicatedProvider(HostTensorProvider("s", STATE["layers"]), ranks) for ranks in ([0, 1], [0, 2])]
-    knowledge = repeated.Knowledge()
+    knowledge = known_layout.Knowledge()
     replicas = []
     for provider in providers:
         knowledge.teach([provider])
@@ -147,7 +147,7 @@ def test_what_is_said_of_replicas_is_the_new_providers_own_to_say() -> None:
 
 def test_shares_of_other_parameters_are_seen() -> None:
     tensors = {"exp_avg": torch.arange(4.0)}
-    knowledge = repeated.Knowledge()
+    knowledge = known_layout.Knowledge()
     keys = []
     for names in (["a", "b"], ["a", "b"], ["b", "a"]):
         layout = FlatLayout.concatenated([(name, (2,)) for name in names], 0, 1)

@@ -17,7 +17,7 @@ from datastates.container.file import open_container
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.make import make_executor
 from datastates.formats import own_verify as verify
-from datastates.restoring import loading
+from datastates.reading import whole_checkpoint
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 
@@ -80,7 +80,7 @@ def test_its_memory_may_be_placed_elsewhere(tmp_path: Path, write_file: Any) -> 
         placed.append(torch.full_like(block, 255))
         return placed[-1]
 
-    found: Any = loading.load(path, lambda n: make_executor(SETTINGS, n), trust=(), place=place)
+    found: Any = whole_checkpoint.load(path, lambda n: make_executor(SETTINGS, n), trust=(), place=place)
     assert len(placed) == 1
     assert found["module"]["b"].untyped_storage().data_ptr() == placed[0].data_ptr()
     assert torch.equal(found["module"]["b"], state()["module"]["b"])

@@ -15,7 +15,7 @@ import datastates as ds
 from datastates.errors import RestoreError
 from datastates.providers import HostTensorProvider, from_state_dict, from_stateful
 from datastates.state import arrays, dtypes, tensor_scan
-from datastates.state.repeated import Describer
+from datastates.state.known_layout import Describer
 from datastates.state.shards import HOST, Shards
 from datastates.state.strides import is_dense
 from datastates.testing import equal

@@ -17,7 +17,7 @@ from datastates.adapters.dcp.load.read_items import nbytes_of
 from datastates.ranks.neighbours import by_host, host_name, ranks_beside, ranks_in
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
-from datastates.restoring.exchange import MINIMUM, PATIENCE, patience_of
+from datastates.reading.exchange import MINIMUM, PATIENCE, patience_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from datastates.adapters.dcp.names import is_key_of
 from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import FormatError
-from datastates.restoring.reads import Reads
+from datastates.reading.reads import Reads
 from datastates.state import arrays
 from datastates.state.runs import pairs
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from datastates.container.table import Row
-from datastates.restoring.read_queue import Source
-from datastates.restoring.reads import Reads
+from datastates.reading.read_queue import Source
+from datastates.reading.reads import Reads
 from datastates.state import arrays
 from datastates.state.strides import span
 

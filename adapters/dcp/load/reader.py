@@ -32,7 +32,7 @@ from datastates.container.file import Container, open_container
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
-from datastates.restoring.reads import Tally
+from datastates.reading.reads import Tally
 from datastates.saving import gate
 
 _WITHIN = 2.0

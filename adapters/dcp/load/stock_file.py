@@ -25,7 +25,7 @@ from datastates.errors import FormatError
 from datastates.formats.archive_ends import opened_ends
 from datastates.formats.archives import ArchivedTensor, find_tensor
 from datastates.formats.record_file import Record, RecordFile, overlap
-from datastates.restoring.reads import Reads, Tally
+from datastates.reading.reads import Reads, Tally
 from datastates.state import arrays, dtypes, strides
 from datastates.state.shards import StoredArray
 from datastates.state.strides import is_dense, span

@@ -17,10 +17,10 @@ from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.errors import RestoreError
 from datastates.executor.make import make_executor
 from datastates.ranks.world import world_of
+from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
-from datastates.restoring.stored import Stored
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.shards import ArrayRef

@@ -22,9 +22,9 @@ from datastates.container.pickle_writer import body, dumps
 from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
 from datastates.providers.optimizer.stored_states import state_key
-from datastates.restoring.provider_view import SavedState
+from datastates.reading.stored import Head, Stored
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.stored import Head, Stored
+from datastates.restoring.saved_state import SavedState
 from datastates.state.flat_layout import FlatLayout, Name
 from datastates.state.parts import Part
 from datastates.state.shards import ArrayRef, full_key

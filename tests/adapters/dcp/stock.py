@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from datastates.adapters.dcp import DataStatesStorageReader
-from datastates.restoring.reads import Tally
+from datastates.reading.reads import Tally
 
 
 def load(path: Path, into: dict[str, Any]) -> Tally:

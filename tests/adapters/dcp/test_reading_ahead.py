@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.container.file import open_container
 from datastates.errors import CorruptError
-from datastates.restoring.reads import Reads
+from datastates.reading.reads import Reads
 from states import Parts, save_with
 
 MIB = 1 << 20

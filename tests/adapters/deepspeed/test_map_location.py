@@ -12,7 +12,7 @@ from datastates.adapters.torch_loads import placed
 from datastates.config import IoSettings
 from datastates.errors import CorruptError
 from datastates.executor.make import make_executor
-from datastates.restoring import loading
+from datastates.reading import whole_checkpoint
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -20,7 +20,7 @@ DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 def load(path: Path, map_location: Any) -> Any:
     place = placed(map_location)
-    return loading.load(path, lambda nbytes: make_executor(SETTINGS, nbytes), trust="all", place=place)
+    return whole_checkpoint.load(path, lambda nbytes: make_executor(SETTINGS, nbytes), trust="all", place=place)
 
 
 def forms(device: str) -> dict[str, Any]:

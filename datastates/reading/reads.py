@@ -18,9 +18,9 @@ from datastates.executor.timeline import Span
 from datastates.planning import read
 from datastates.planning.several import FileRanges, plan_several
 from datastates.planning.wanted import GAP
-from datastates.restoring import conflicts
-from datastates.restoring.exchange import Exchange
-from datastates.restoring.read_queue import Ranges, ReadQueue, Source
+from datastates.reading import overlaps
+from datastates.reading.exchange import Exchange
+from datastates.reading.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, parts, strides
 from datastates.state import memory as array_memory
 from datastates.state.parts import Block
@@ -173,7 +173,7 @@ class Reads:
 
     def conflict(self) -> str | None:
         """Keys of arrays that other reads would overwrite with different bytes; None if there are none."""
-        return conflicts.find(list(self._queues.values()))
+        return overlaps.find(list(self._queues.values()))
 
     def begin(self, source: Container, executor: Executor) -> bool:
         """Begin to read a file that will probably be wanted whole, before that is certain. Call :meth:`close` later.
@@ -200,7 +200,7 @@ class Reads:
     def offer(self, name: str, rank: int, patience: float, *, few: bool = False) -> str | None:
         """Offer rows for an exchange; returns the name of this rank's host, or None if nothing is offered.
 
-        See :meth:`~datastates.restoring.exchange.Exchange.offer`.
+        See :meth:`~datastates.reading.exchange.Exchange.offer`.
         """
         queues = (queue for queue in self._queues.values() if queue.source not in self._ahead)
         self._exchange = Exchange.offer(queues, name, rank, patience, few=few)
@@ -209,7 +209,7 @@ class Reads:
     def meet(self, ranks: Sequence[int], executor: Executor, within: float | None = None) -> None:
         """Begin the exchange with the ranks of this host that offer rows, if there are others.
 
-        See :meth:`~datastates.restoring.exchange.Exchange.meet`.
+        See :meth:`~datastates.reading.exchange.Exchange.meet`.
         """
         if self._exchange is not None and len(ranks) > 1:
             self._exchange.meet(ranks, executor, within)

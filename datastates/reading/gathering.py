@@ -10,9 +10,9 @@ import numpy as np
 from datastates._base.columns import I32, I64, U64, Bools
 from datastates.container.stretches import Stretches
 from datastates.container.table import Row
-from datastates.restoring.read_queue import Ranges
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import Found, FoundRow
+from datastates.reading.read_queue import Ranges
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import Found, FoundRow
 from datastates.state import arrays, parts
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import Shard

@@ -14,12 +14,12 @@ from datastates._base.columns import I64
 from datastates.errors import DeviceError
 from datastates.executor.executor import FIRST_PEER, Columns, Executor, columns
 from datastates.executor.executor import Exchange as NativeExchange
-from datastates.planning import exchange
-from datastates.planning.exchange import Parcel, Rows
+from datastates.planning import dividing
+from datastates.planning.dividing import Parcel, Rows
 from datastates.planning.several import FileRanges
 from datastates.planning.wanted import Wanted, simplified
 from datastates.ranks.neighbours import Listener
-from datastates.restoring.read_queue import ReadQueue
+from datastates.reading.read_queue import ReadQueue
 from datastates.state.runs import Runs
 
 _log = logging.getLogger("datastates")
@@ -130,19 +130,19 @@ class Exchange:
                 sockets = self._listener.connect(others, within)
                 for one in sockets.values():
                     connected.enter_context(one)
-                told = self._listener.swap(sockets, exchange.encode(wishes))
-                every = {rank: exchange.decode(message) for rank, message in told.items()} | {self._rank: wishes}
-                division = exchange.divide([every[rank] for rank in order])
+                told = self._listener.swap(sockets, dividing.encode(wishes))
+                every = {rank: dividing.decode(message) for rank, message in told.items()} | {self._rank: wishes}
+                division = dividing.divide([every[rank] for rank in order])
                 shares = dict(zip(order, division.shares, strict=True))
-                received = [exchange.parcels(wishes, shares[peer]) for peer in others]
+                received = [dividing.parcels(wishes, shares[peer]) for peer in others]
                 rows = [self._filled(parcels) for parcels in received]
                 self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
             except Exception as error:  # the rank can do without
                 _log.info("reading without the other ranks of this host: %s", error)
                 return
             self._records, self._received = division.records, received
-            self._own = exchange.parcels(wishes, shares[self._rank])
-            self._sent = [exchange.parcels(every[peer], shares[self._rank]) for peer in others]
+            self._own = dividing.parcels(wishes, shares[self._rank])
+            self._sent = [dividing.parcels(every[peer], shares[self._rank]) for peer in others]
 
     def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[Columns, Runs]:
         """What received parcels fill: the memory of each run's destination, and the runs."""

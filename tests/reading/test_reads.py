@@ -30,7 +30,7 @@ from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.planning.plans import ReadPlan
-from datastates.restoring.reads import Reads
+from datastates.reading.reads import Reads
 from datastates.state import arrays, parts
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import Shard

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import arrays, dressed, jax_arrays, laziness
+from datastates.state import arrays, jax_arrays, laziness, subclasses
 from datastates.state.parts import HeldPart
 from datastates.state.shards import Shard
 
@@ -75,7 +75,7 @@ class Landing:
             return jax_arrays.assemble(self.like, self.parts)
         ((_, array),) = self.parts
         if laziness.is_parameter(self.like):
-            return dressed.as_parameter(array, self.like.requires_grad)
+            return subclasses.as_parameter(array, self.like.requires_grad)
         return array.requires_grad_() if getattr(self.like, "requires_grad", False) else array
 
 

@@ -15,13 +15,13 @@ from datastates.container.pickle_native import read_plain
 from datastates.container.rows import StoredRows, logical, place_in_pickle
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError, naming
+from datastates.reading.fill import as_referred, fill
+from datastates.reading.read_queue import Ranges
+from datastates.reading.reads import Reads
+from datastates.reading.stored import Stored
 from datastates.restoring.compared import Compared, difference
-from datastates.restoring.fill import as_referred, fill
-from datastates.restoring.read_queue import Ranges
-from datastates.restoring.reads import Reads
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
-from datastates.restoring.stored import Stored
 from datastates.state import streams, tensor_scan
 from datastates.state.arrays import Destinations
 from datastates.state.parts import Part, uncovered

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.planning import exchange
-from datastates.planning.exchange import Rows, Share
+from datastates.planning import dividing
+from datastates.planning.dividing import Rows, Share
 from datastates.state.runs import Runs
 
 RECORD = 1 << 16
@@ -58,11 +58,11 @@ def wishes(draw: st.DrawFn) -> list[dict[str, Rows]]:
 
 @given(wishes())
 def test_what_a_rank_wants_of_common_records_it_gets_once(wanted: list[dict[str, Rows]]) -> None:
-    division = exchange.divide(wanted)
+    division = dividing.divide(wanted)
     for one in wanted:
         got: dict[str, list[tuple[int, int]]] = {}
         for share in division.shares:
-            for file, parcel in exchange.parcels(one, share).items():
+            for file, parcel in dividing.parcels(one, share).items():
                 assert (one[file].record[parcel.which] == parcel.parts.source // RECORD).all()
                 got.setdefault(file, []).extend(moves(parcel.parts))
         for file, rows in one.items():
@@ -72,9 +72,9 @@ def test_what_a_rank_wants_of_common_records_it_gets_once(wanted: list[dict[str,
 
 @given(wishes())
 def test_what_is_sent_lies_end_to_end(wanted: list[dict[str, Rows]]) -> None:
-    for share in exchange.divide(wanted).shares:
+    for share in dividing.divide(wanted).shares:
         for one in wanted:
-            parcels = exchange.parcels(one, share).values()
+            parcels = dividing.parcels(one, share).values()
             begin = [at for parcel in parcels for at in parcel.begin.tolist()]
             size = [n for parcel in parcels for n in parcel.parts.size.tolist()]
             assert begin == (np.cumsum(size) - size).tolist()
@@ -82,10 +82,10 @@ def test_what_is_sent_lies_end_to_end(wanted: list[dict[str, Rows]]) -> None:
 
 @given(wishes())
 def test_both_ends_see_the_same_parcel(wanted: list[dict[str, Rows]]) -> None:
-    for share in exchange.divide(wanted).shares:
+    for share in dividing.divide(wanted).shares:
         for one in wanted:
-            told = exchange.decode(exchange.encode(one))
-            here, there = exchange.parcels(one, share), exchange.parcels(told, share)
+            told = dividing.decode(dividing.encode(one))
+            here, there = dividing.parcels(one, share), dividing.parcels(told, share)
             assert here.keys() == there.keys()
             for file, parcel in here.items():
                 assert parcel.parts.source.tolist() == there[file].parts.source.tolist()
@@ -100,20 +100,20 @@ def nbytes(share: Mapping[str, Share]) -> int:
 def test_the_shares_are_equal_and_each_lies_in_few_files() -> None:
     half = {file: joined([columns(r, 64, 0, 32, 1000) for r in range(4)]) for file in "ab"}
     other = {file: joined([columns(r, 64, 32, 32, 1000) for r in range(4)]) for file in "ab"}
-    division = exchange.divide([half, other])
+    division = dividing.divide([half, other])
     assert [list(share) for share in division.shares] == [["a"], ["b"]]
     assert [nbytes(share) for share in division.shares] == [4 * 64_000, 4 * 64_000]
 
 
 def test_a_record_is_divided_between_rows() -> None:
     wanted = [{"a": columns(0, 60, begin, 20, 100)} for begin in (0, 20, 40)]
-    shares = [share["a"] for share in exchange.divide(wanted).shares]
+    shares = [share["a"] for share in dividing.divide(wanted).shares]
     assert [(s.low.tolist(), s.high.tolist()) for s in shares] == [([0], [1980]), ([1980], [3960]), ([3960], [6000])]
 
 
 def test_what_one_rank_wants_alone_stays_with_it() -> None:
     wanted = [{"a": columns(0, 64, 0, 32, 100), "b": columns(0, 64, 0, 32, 10)}, {"a": columns(1, 64, 0, 32, 100)}]
-    division = exchange.divide(wanted)
+    division = dividing.divide(wanted)
     assert division.records == {}
     assert division.shares == [{}, {}]
 
@@ -123,7 +123,7 @@ def test_each_set_of_ranks_divides_what_it_wants_together() -> None:
         {"a": joined([columns(r, 64, 32 * (rank % 2), 32, 100) for r in records])}
         for rank, records in enumerate([(0, 2), (0, 2), (1, 2), (1, 2)])
     ]
-    shares = [share["a"] for share in exchange.divide(wanted).shares]
+    shares = [share["a"] for share in dividing.divide(wanted).shares]
     records = [(share.low // RECORD).tolist() for share in shares]
     assert records == [[0, 2], [0, 2], [1, 2], [1, 2]]
     assert [nbytes({"a": share}) for share in shares] == pytest.approx([3200 + 1600] * 4, rel=0.02)
@@ -144,4 +144,4 @@ def test_rows_of_which_most_lies_between_are_not_divided(pitch: int, width: int,
     wanted = [{"a": columns(0, pitch, width * rank, width, 30)} for rank in range(ranks)]
     twice = [*wanted, *wanted] if ranks > 1 else wanted  # ranks that want the same rows
     for one in (wanted, twice):
-        assert bool(exchange.divide(one).records) is divided
+        assert bool(dividing.divide(one).records) is divided

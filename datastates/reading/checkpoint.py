@@ -17,11 +17,11 @@ from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError, DatastatesError
 from datastates.executor.executor import Executor
-from datastates.restoring.new_tensors import Batch, is_one_row, span_nbytes
-from datastates.restoring.next_tensors import MOST_NBYTES, NextTensors
-from datastates.restoring.sources import TensorFile, Tensors
+from datastates.reading.new_tensors import Batch, is_one_row, span_nbytes
+from datastates.reading.tensors import TensorFile, Tensors
+from datastates.reading.tensors_ahead import MOST_NBYTES, NextTensors
 from datastates.state import memory
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 
 _SMALL_READ = 4 * CHUNK
 """Up to so many bytes, one plain read is faster than waking the executor's threads, or even starting them."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from datastates.state import dressed, memory
+from datastates.state import memory, subclasses
 from datastates.state.nested import items
 from datastates.state.shards import ArrayRef
 
@@ -44,6 +44,6 @@ def fill(value: object, array: Callable[[ArrayRef], object]) -> bool:
 
 def as_referred(array: Any, ref: ArrayRef) -> Any:
     """An array as a reference has it: as a parameter, or requiring a gradient."""
-    if ref.parameter and dressed.is_tensor(array):
-        return dressed.as_parameter(array, ref.requires_grad)
+    if ref.parameter and subclasses.is_tensor(array):
+        return subclasses.as_parameter(array, ref.requires_grad)
     return array if getattr(array, "requires_grad", True) else memory.with_grad(array, ref.requires_grad)

@@ -20,7 +20,7 @@ from datastates._base.sizes import CHUNK
 from datastates.container import file as container_file
 from datastates.errors import CheckpointNotFoundError, ClosedError, CorruptError, DatastatesError, SettingsError
 from datastates.providers import HostTensorProvider, from_state_dict
-from datastates.restoring.next_tensors import MOST_NBYTES
+from datastates.reading.tensors_ahead import MOST_NBYTES
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
 

@@ -10,7 +10,7 @@ from datastates._base.files import read_bytes
 from datastates.container import checksums
 from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
-from datastates.restoring.sources import TensorFile
+from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from datastates.executor.executor import Executor
+from datastates.reading.reads import Reads
+from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
-from datastates.restoring.reads import Reads
-from datastates.restoring.stored import Stored
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.streams import current_device
 

@@ -25,7 +25,7 @@ from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
-from datastates.restoring.sources import Found, FoundRow, Held
+from datastates.reading.tensors import Found, FoundRow, Held
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 
@@ -227,7 +227,7 @@ class Stored:
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
-        """The rows of whole tensors; see :meth:`datastates.restoring.sources.Tensors.whole`.
+        """The rows of whole tensors; see :meth:`datastates.reading.tensors.Tensors.whole`.
 
         Only a part of a tensor is there if this is one of several containers, or if one is missing.
         """
@@ -259,7 +259,7 @@ class Stored:
         )
 
     def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
-        """The rows that parts of tensors may come from; see :meth:`datastates.restoring.sources.Tensors.sources`."""
+        """The rows that parts of tensors may come from; see :meth:`datastates.reading.tensors.Tensors.sources`."""
         asked: dict[int, list[int]] = {}
         for number, (like, part) in enumerate(wanted):
             for rank in self.holders(like.key, part):

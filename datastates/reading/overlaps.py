@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.files import read_bytes
-from datastates.restoring.read_queue import ReadQueue, Source
+from datastates.reading.read_queue import ReadQueue, Source
 
 COMPARED_AT_ONCE = 4 << 20
 """Bytes to read at a time from each of two places that are compared."""

@@ -12,11 +12,11 @@ from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import Check, check_block, check_parts
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import FoundRow
+from datastates.reading.proof import Check, check_block, check_parts
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import FoundRow
 from datastates.state import arrays, memory
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 from datastates.state.strides import span
 
 FoundTensor = tuple[Row, Sequence[FoundRow]]
@@ -80,7 +80,7 @@ class Batch:
             executor: Reads them.
 
         Raises:
-            DatastatesError: What :meth:`~datastates.restoring.reads.Reads.start` raises.
+            DatastatesError: What :meth:`~datastates.reading.reads.Reads.start` raises.
         """
         self._lock = threading.Lock()
         self._reads: Reads | None = Reads(in_full=True)
@@ -92,7 +92,7 @@ class Batch:
         """Wait until all are read, and give out one. The batch does not keep it.
 
         Raises:
-            DatastatesError: What :meth:`~datastates.restoring.reads.Reads.finish` raises, for any of the tensors.
+            DatastatesError: What :meth:`~datastates.reading.reads.Reads.finish` raises, for any of the tensors.
             ClosedError: The batch is closed, or has raised an error before.
         """
         with self._lock:

@@ -10,9 +10,9 @@ from typing import Any
 from datastates.container.rows import place_of
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import check_record
-from datastates.restoring.reads import Reads, Tally
-from datastates.restoring.sources import TensorFile
+from datastates.reading.proof import check_record
+from datastates.reading.reads import Reads, Tally
+from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory, parts, strides
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayRef, Shard

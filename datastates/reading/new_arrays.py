@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from datastates.executor.executor import Executor
-from datastates.restoring.new_tensors import FoundTensor, new_tensor
-from datastates.restoring.proof import Check, check_block
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import TensorFile
+from datastates.reading.new_tensors import FoundTensor, new_tensor
+from datastates.reading.proof import Check, check_block
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import TensorFile
 from datastates.state import arrays
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef
 
 

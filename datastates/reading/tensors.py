@@ -15,7 +15,7 @@ from datastates.container.object_entry import ObjectEntry
 from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError
-from datastates.restoring.read_queue import Source
+from datastates.reading.read_queue import Source
 from datastates.state.parts import Part
 
 

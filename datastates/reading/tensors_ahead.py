@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from datastates.executor.executor import Executor
-from datastates.restoring.new_tensors import Batch, FoundTensor, nbytes_of
-from datastates.restoring.sources import Tensors
+from datastates.reading.new_tensors import Batch, FoundTensor, nbytes_of
+from datastates.reading.tensors import Tensors
 from datastates.state import streams
-from datastates.state.into import Into
+from datastates.state.new_memory import Into
 
 _log = logging.getLogger("datastates")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from datastates.restoring import reads
+from datastates.reading import reads
 from datastates.state.runs import Runs
 
 

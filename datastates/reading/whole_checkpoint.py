@@ -21,12 +21,12 @@ from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, pl
 from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
-from datastates.restoring.every_container import open_all
-from datastates.restoring.fill import as_referred, fill
-from datastates.restoring.new_arrays import NewArrays
-from datastates.restoring.new_tensors import FoundTensor, reserve
+from datastates.reading.every_container import open_all
+from datastates.reading.fill import as_referred, fill
+from datastates.reading.new_arrays import NewArrays
+from datastates.reading.new_tensors import FoundTensor, reserve
 from datastates.state import memory
-from datastates.state.into import AS_SAVED, Into
+from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 

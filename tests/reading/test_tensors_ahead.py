@@ -21,8 +21,8 @@ import datastates as ds
 from datastates.container import file as container_file
 from datastates.errors import ClosedError, CorruptError, DatastatesError
 from datastates.providers import from_state_dict
-from datastates.restoring import new_tensors, next_tensors
-from datastates.restoring.new_tensors import FoundTensor
+from datastates.reading import new_tensors, tensors_ahead
+from datastates.reading.new_tensors import FoundTensor
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 COUNT = 40
@@ -48,9 +48,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
             super().__init__(found, *arguments)
             made.append(self)
 
-    monkeypatch.setattr(next_tensors, "Batch", Noted)
-    monkeypatch.setattr(next_tensors, "FIRST_NBYTES", 4 * NBYTES)
-    monkeypatch.setattr(next_tensors, "MOST_NBYTES", 16 * NBYTES)
+    monkeypatch.setattr(tensors_ahead, "Batch", Noted)
+    monkeypatch.setattr(tensors_ahead, "FIRST_NBYTES", 4 * NBYTES)
+    monkeypatch.setattr(tensors_ahead, "MOST_NBYTES", 16 * NBYTES)
     return made
 
 
@@ -79,8 +79,8 @@ def check(array: Any, key: str) -> None:
 def test_what_is_read_ahead_is_what_is_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, ahead: list[Batch]
 ) -> None:
-    monkeypatch.setattr(next_tensors, "FIRST_NBYTES", first)
-    monkeypatch.setattr(next_tensors, "MOST_NBYTES", 1 << 30)
+    monkeypatch.setattr(tensors_ahead, "FIRST_NBYTES", first)
+    monkeypatch.setattr(tensors_ahead, "MOST_NBYTES", 1 << 30)
     state = {
         "big": torch.arange(800_000, dtype=torch.float64),
         "numpy": np.arange(70_000, dtype=np.int16),
@@ -95,7 +95,7 @@ def test_what_is_read_ahead_is_what_is_read_alone(
         items = dict(checkpoint.items())
         assert list(items) == list(checkpoint) == [f"s/{key}" for key in state]
         assert read(ahead) == list(checkpoint)[1:]
-        assert next_tensors.nbytes_of(checkpoint._stored.whole(["s/columns"])[0]) > 2_000_000  # with what lies between
+        assert tensors_ahead.nbytes_of(checkpoint._stored.whole(["s/columns"])[0]) > 2_000_000  # with what lies between
         for key, value in checkpoint.items():
             for found in (items[key], value):
                 assert type(found) is type(alone[key]), key
@@ -197,7 +197,7 @@ def test_no_array_is_given_out_on_another_stream_than_it_was_allocated_on(
 ) -> None:
     """torch reuses memory for its own stream without waiting for another one that still uses it."""
     stream = 1
-    monkeypatch.setattr(next_tensors.NextTensors, "_current_stream", lambda _: stream)
+    monkeypatch.setattr(tensors_ahead.NextTensors, "_current_stream", lambda _: stream)
     with ds.open(path, **SMALL) as checkpoint:
         for key in KEYS[:3]:
             check(checkpoint[key], key)
@@ -241,7 +241,7 @@ def test_closing_is_told_to_those_who_wait(path: Path, ahead: list[Batch], monke
         assert closed.wait(60)
         return take(batch, key)
 
-    monkeypatch.setattr(next_tensors, "FIRST_NBYTES", 8 * NBYTES)  # two arrays in a batch
+    monkeypatch.setattr(tensors_ahead, "FIRST_NBYTES", 8 * NBYTES)  # two arrays in a batch
     checkpoint = ds.open(path, **SMALL)
     checkpoint[KEYS[0]]
     checkpoint[KEYS[1]]
@@ -297,7 +297,7 @@ def test_memory_that_is_not_there_for_it_fails_nothing(
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(next_tensors, "Batch", refuse)
+    monkeypatch.setattr(tensors_ahead, "Batch", refuse)
     with ds.open(path, **SMALL) as checkpoint:
         for key, array in checkpoint.items():
             check(array, key)

@@ -12,9 +12,9 @@ from given import Given
 import datastates as ds
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
-from datastates.restoring.gathering import gather
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import Found, Held
+from datastates.reading.gathering import gather
+from datastates.reading.reads import Reads
+from datastates.reading.tensors import Found, Held
 from datastates.state import arrays
 from datastates.state.parts import Part
 from datastates.state.shards import Shard
