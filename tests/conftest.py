@@ -49,6 +49,18 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
+@pytest.fixture
+def nothing_declared() -> Iterator[None]:
+    """Without the classes that a framework in this process has declared safe to torch: they need no trust."""
+    serialization = getattr(sys.modules.get("torch"), "serialization", None)
+    before = [] if serialization is None else serialization.get_safe_globals()
+    if serialization is not None:
+        serialization.clear_safe_globals()
+    yield
+    if serialization is not None:
+        serialization.add_safe_globals(before)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Switch off Hypothesis' time limits, as other tests run beside it. Some machines do not have Hypothesis."""
     if config.pluginmanager.hasplugin("hypothesispytest"):

@@ -288,6 +288,7 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused_in_a_dataclass_too() -> No
         pickle_reader.loads(b"\x80\x02}" + value + b"K\x01s.")
 
 
+@pytest.mark.usefixtures("nothing_declared")
 def test_what_needs_trust_is_said_once_with_the_line_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     value = {"space": SimpleNamespace(a=1), "path": Path("a"), "inner": Outer.Inner(1), "closing": Closing(1)}
     names = ["builtins.getattr", f"{__name__}.Closing", f"{__name__}.Outer", "types.SimpleNamespace"]

@@ -16,6 +16,8 @@ import datastates as ds
 from datastates.errors import DatastatesError, FormatError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict
 
+pytestmark = pytest.mark.usefixtures("nothing_declared")
+
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
 OBJECTS = {"space": SimpleNamespace(a=1), "uuid": UUID(int=5), "plain": [1, "a"]}
 BOTH = ["types.SimpleNamespace", "uuid.UUID"]

@@ -204,6 +204,7 @@ def test_a_provider_that_was_not_saved_is_missing(tmp_path: Path) -> None:
         ds.restore([HostTensorProvider("other", {"t": torch.ones(1)})], path)
 
 
+@pytest.mark.usefixtures("nothing_declared")
 def test_the_class_to_trust_is_named_before_anything_changes(tmp_path: Path) -> None:
     path = saved({"w": torch.ones(2), "id": UUID(int=1)}, tmp_path / "c")
     live = {"w": torch.zeros(2), "id": UUID(int=2)}

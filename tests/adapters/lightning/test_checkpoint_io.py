@@ -194,6 +194,7 @@ for name in "ab":
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "b.ckpt"}
 
 
+@pytest.mark.usefixtures("nothing_declared")
 def test_what_cannot_be_saved_or_loaded_is_refused(training: ModuleType, io: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no_such"):
         training.DataStatesCheckpointIO(no_such=1)
