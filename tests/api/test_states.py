@@ -222,6 +222,7 @@ def bits(tensor: Any) -> bytes:
         return bytes(whole.view(torch.uint8).tolist() if whole.numel() else b"")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @settings(max_examples=60)
 @given(STATES)

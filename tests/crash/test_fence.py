@@ -161,6 +161,7 @@ def test_two_ranks_that_were_stopped(rank: int, point: str, nth: int, keep: int,
     assert_untouched(tmp_path, steps)
 
 
+@pytest.mark.long
 def test_who_only_looks_fences_nobody(tmp_path: Path) -> None:
     """As an evaluation beside the training: another process opens, restores and closes, or does not close."""
     look = PRELUDE + (

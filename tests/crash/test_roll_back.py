@@ -171,6 +171,7 @@ def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Pat
     assert sequence.next_sequence(tmp_path) == 3
 
 
+@pytest.mark.long
 def test_a_roll_back_of_several_ranks_lasts(tmp_path: Path, ranks: Callable[..., Any]) -> None:
     script = """
     import os, sys

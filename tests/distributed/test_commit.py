@@ -135,6 +135,7 @@ OF_THE_COORDINATOR = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("confused", "expected"), short.first([(2, WRONG), (0, OF_THE_COORDINATOR)]))
 def test_one_rank_fails_all_and_the_next_snapshot_works(
     confused: int, expected: dict[str, str], ranks: Any, reports: Any, tmp_path: Path
@@ -182,6 +183,7 @@ def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_p
     assert_tidy(root, 1, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
@@ -250,6 +252,7 @@ ckpt.snapshot([from_state_dict(f"own{rank}", {"a": np.full(1000, rank)})], step=
 """
 
 
+@pytest.mark.long
 def test_ranks_whose_scripts_have_ended_commit_all_the_same(ranks: Any, tmp_path: Path) -> None:
     ranks(2, AT_ITS_END, tmp_path / "checkpoints", HERE.parent / "support")
     with ds.open(tmp_path / "checkpoints") as checkpoint:

@@ -130,6 +130,7 @@ def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
 # --- retention
 
 
+@pytest.mark.long
 def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     words = [1, 2, 3, "4/manifest.remove=kill", 5, 5, 6, 7]
@@ -168,6 +169,7 @@ def test_what_another_job_reads_is_deleted_later(ranks: Any, tmp_path: Path) -> 
 # --- several snapshots at once
 
 
+@pytest.mark.long
 def test_the_later_of_one_step_supersedes(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     script = f"""{prelude}
 with ds.Checkpointer(directory, **OPTIONS) as ckpt:
@@ -186,6 +188,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     assert names(tmp_path / "run") == [f"step-{step:08d}.r1" for step in range(25)]
 
 
+@pytest.mark.long
 def test_a_rank_that_refuses(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     script = f"""{prelude}
 import contextlib
@@ -253,6 +256,7 @@ with ds.Checkpointer(directory, **OPTIONS, rank_timeout=2) as ckpt:
     assert names(tmp_path / "run") == ["step-00000001", "step-00000003"]
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_hear_the_outcome_takes_nothing_back(ranks: Any, reports: Any, tmp_path: Path) -> None:
     """Its vote stands, so that its file may already be part of a checkpoint."""
     told = reports(ranks(3, LOOP, tmp_path / "run", 1, "2/barrier.wait=fail:5", 3, CONFUSED="1"))

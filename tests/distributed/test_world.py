@@ -100,6 +100,7 @@ os._exit(0)  # threads of torch that are left abort a process at times that ends
     assert told[0]["keys"]["keys"] == ["datastates/ckpts/openings"]
 
 
+@pytest.mark.long
 def test_killed_ranks_are_named_by_the_others(ranks: Any) -> None:
     """The first is a rank that the others wait for. The second is the coordinator, before it answers.
 

@@ -186,6 +186,7 @@ def test_the_scale_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "docs.md").exists()
 
 
+@pytest.mark.long
 def test_verdicts_come_out_of_the_samples(tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()

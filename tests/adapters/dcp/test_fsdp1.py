@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_sharded_parameter_that_fsdp1_ignores_is_saved_as_of_the_call(train: Any, tmp_path: Path) -> None:
     train(
         2,

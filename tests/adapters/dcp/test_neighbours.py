@@ -66,6 +66,7 @@ for _ in range(2):
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_take_part_leaves_the_others_to_read_alone(train: Any, tmp_path: Path) -> None:
     loading(
         train,

@@ -158,6 +158,7 @@ def test_folders_that_cannot_be_listed_hold_no_debris(
     assert caplog.messages == [f"removing what an interrupted run left: {left.directory}"]
 
 
+@pytest.mark.long
 def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> None:
     """This holds for another process, too: its lock says so, not a list in this process."""
     save = saves.Save("save/0", "tag", SoloWorld(), tmp_path, latest=True)

@@ -60,6 +60,7 @@ queue.close()
     )
 
 
+@pytest.mark.long
 def test_what_fails_before_and_after_the_files(run: Any, tmp_path: Path) -> None:
     run(
         2,

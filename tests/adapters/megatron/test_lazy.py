@@ -75,6 +75,7 @@ def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, pe
     )
 
 
+@pytest.mark.long
 def test_what_is_changed_too_early_is_named(run: Any, tmp_path: Path) -> None:
     run(
         2,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.long
 def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
     run(
         2,

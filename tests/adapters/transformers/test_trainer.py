@@ -244,6 +244,7 @@ def kinds(training: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", short.first(["in several files", "stored otherwise than it computes", "in half precision"])
 )
@@ -263,6 +264,7 @@ def test_a_models_files_are_those_of_the_trainer(kind: str, training: ModuleType
         assert (ours / name).read_bytes() == (stock / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: ModuleType, tmp_path: Path) -> None:
     made = training.trainer(tmp_path, training.EVERY + 2, save_strategy="steps")
     checkpoints = training.attach(made, **training.OPTIONS)
