@@ -103,7 +103,7 @@ class Ballot:
 
     @property
     def mark(self) -> bytes:
-        """What the lock file of the partial directory holds."""
+        """The contents of the partial directory's lock file."""
         return b"" if self._opening is None else self._opening.mark
 
     def cast(

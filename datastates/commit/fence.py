@@ -123,7 +123,7 @@ class Opening:
 
     @property
     def mark(self) -> bytes:
-        """What the lock file of a partial directory of this opening holds; empty without a number."""
+        """The contents of the lock file in a partial directory of this opening; empty without a number."""
         return f"{self._number} {self._owner}\n".encode() if self._number else b""
 
     def begin_to_save(self) -> None:
@@ -232,7 +232,7 @@ def _identity(owner: str) -> bytes:
 
 
 def _told(path: Path) -> dict[str, object]:
-    """What a file in the folder says; nothing if it was cut short when its machine went down, or is gone."""
+    """The record in a file of the folder; nothing if it was cut short when its machine went down, or is gone."""
     with contextlib.suppress(OSError, ValueError):
         told = json.loads(path.read_bytes())
         if isinstance(told, dict):

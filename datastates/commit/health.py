@@ -13,7 +13,7 @@ from datastates.errors import DatastatesError, FormatError, RestoreError, Storag
 
 
 def problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory; None if it looks whole. Does not read its data."""
+    """The fault of a checkpoint directory; None if it looks whole. Does not read its data."""
     try:
         opened = manifest.open(path)
         entries = [one for one in (*opened.containers, opened.catalog) if one is not None]

@@ -69,7 +69,7 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
 
 
 def _what_is_there(path: Path) -> str:
-    """What a directory holds in the place of the checkpoint that is wanted, to end a message."""
+    """The checkpoints that a directory has instead of the wanted one, to end a message."""
     if not path.exists():
         return ", which does not exist"
     if every := list(committed(path)):

@@ -1,4 +1,4 @@
-"""What may be deleted of a directory of checkpoints, and deleting it."""
+"""The parts of a directory of checkpoints that may be deleted, and their deletion."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _warning() -> Iterator[None]:
 
 
 def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
-    """What interrupted snapshots and deletions left: partial directories that no process is writing.
+    """The debris of interrupted snapshots and deletions: partial directories that no process is writing.
 
     ``targets`` matches the part of the name before ``.partial-``; the default matches the names of all steps.
     """

@@ -55,7 +55,7 @@ def _numel(rows: Iterable[Row]) -> int:
 
 
 def _folded(contributions: Sequence[int | None]) -> int | None:
-    """What all of them are together; None where one is unknown."""
+    """The contributions of all parts, combined; None if one is unknown."""
     known = [one for one in contributions if one is not None]
     return functools.reduce(operator.xor, known, 0) if len(known) == len(contributions) else None
 

@@ -116,7 +116,7 @@ class TorchFile(ForeignFile):
         return stored
 
     def _entries(self, prefix: str) -> list[ObjectEntry]:
-        """What is no tensor: one entry for each item of the value that has something else in it."""
+        """An entry for each item of the value that has anything beside tensors in it."""
         if not isinstance(self.value, dict):
             return [ObjectEntry(prefix, 0, self._survey, self._pickle)] if _has_other(self.value) else []
         return [

@@ -176,7 +176,7 @@ def _is_dense(runs: Runs, at: I64, size: I64) -> Bools:
 
 
 def parcels(wishes: Wishes, share: Mapping[str, Share]) -> dict[str, Parcel]:
-    """What a rank gets of another one's share, by file; in what is sent, one file lies behind the other."""
+    """The rows that one rank gets from another rank's share, by file. The files lie end to end in the message."""
     result, sent = {}, 0
     for file in sorted(wishes.keys() & share.keys()):
         which, _, parts = cut(wishes[file].runs, share[file].low, share[file].high)

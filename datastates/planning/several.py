@@ -89,5 +89,5 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:
-    """Where things of these lengths begin, one behind the other, and where the last one ends."""
+    """The begins of items of these lengths that lie end to end, and the end of the last one."""
     return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

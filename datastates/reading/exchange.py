@@ -145,7 +145,7 @@ class Exchange:
             self._sent = [dividing.parcels(every[peer], shares[self._rank]) for peer in others]
 
     def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[Columns, Runs]:
-        """What received parcels fill: the memory of each run's destination, and the runs."""
+        """The destinations of received parcels: the memory of each run's destination, and the runs."""
         none = np.zeros(0, np.int64)
         memory, parts = [columns([])], [Runs.single(none, none, none)]
         for name, parcel in parcels.items():
@@ -155,7 +155,7 @@ class Exchange:
         return (pointer, device, stream), Runs.joined(parts)
 
     def reads(self, queue: ReadQueue) -> tuple[FileRanges, Columns] | None:
-        """What this rank reads of a file, for itself and others, and its destinations. None if nothing was offered."""
+        """The ranges of a file that this rank reads for all ranks, with destinations; None if none were offered."""
         if (name := self._names.get(queue)) is None:
             return None
         file = self._files[name]
@@ -198,7 +198,7 @@ class Exchange:
         return sum(_nbytes(parcels) for parcels, has in self._outcome() if has)
 
     def rest(self) -> Iterator[tuple[ReadQueue, FileRanges]]:
-        """What has not arrived of each file."""
+        """The ranges of each file that have not arrived."""
         lost = [parcels for parcels, has in self._outcome() if not has]
         for name, file in self._files.items():
             found = [parcels[name] for parcels in lost if name in parcels]
@@ -209,7 +209,7 @@ class Exchange:
                 yield file.queue, ranges
 
     def _outcome(self) -> Iterator[tuple[dict[str, Parcel], bool]]:
-        """What each peer was to send, and whether it has arrived."""
+        """The parcel that each peer was to send, and whether it has arrived."""
         return zip(self._received, [] if self.native is None else self.native.arrived(), strict=True)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def _nbytes(parcels: Mapping[str, Parcel]) -> int:
 
 
 def _file(queue: ReadQueue) -> _File | None:
-    """What to offer of a file: rows with gaps, of chunks with checksums. None for nothing."""
+    """The rows to offer of a file: rows with gaps, of chunks with checksums. None for nothing."""
     ranges = queue.wanted(straight=True)
     offered = np.flatnonzero(ranges.wanted.has_gaps)
     if not ranges.chunks.checked or not len(offered):

@@ -49,7 +49,7 @@ class _Live:
         kinds = (bool, np.int64, np.int64, bool, np.int64, np.uint64, np.int32, np.uint64, object)
         columns = [np.array(column, kind) for column, kind in zip(zip(*entries, strict=True), kinds, strict=True)]
         pointer, numel = columns[5], columns[2]
-        # tied tensors are left to those who see that their reads are the same
+        # tied tensors are not gathered: Reads adds them one by one, and sees that their reads are the same
         _, which, count = np.unique(pointer, return_inverse=True, return_counts=True)
         columns[0] &= (count[which] == 1) | (numel == 0)
         return cls(*columns)
@@ -112,7 +112,7 @@ def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shar
 
 
 def _shared(live: _Live, part: I64, row: Stretches) -> tuple[I64, I64]:
-    """What each row shares with its live part: where that begins, and how many elements it is."""
+    """The elements that each row shares with its live part: where they begin, and how many there are."""
     begin = np.maximum(live.begin[part], row.begin)
     end = np.minimum((live.begin + live.numel)[part], row.begin + row.numel)
     return begin, np.maximum(end - begin, 0)

@@ -160,7 +160,7 @@ class ReadQueue:
         return dest[filled], every[filled]
 
     def wanted(self, *, straight: bool) -> FileRanges:
-        """What to read, for the planner. ``straight``: storage may be read straight into memory that begins on a page.
+        """Ranges for the planner. ``straight``: storage may be read straight into memory that begins on a page.
 
         Direct I/O needs such memory. Most tensors do not begin on a page.
         """

@@ -40,7 +40,7 @@ SMALL_ROW = 256
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What was read of all files.
+    """The bytes that were read of all files.
 
     Attributes:
         needed_nbytes: Bytes of the files that were wanted; each is counted once.
@@ -60,7 +60,7 @@ class Tally:
     unverified_keys: tuple[str, ...]
 
     def __add__(self, other: Tally) -> Tally:
-        """What both read together."""
+        """The sum of two tallies."""
         return Tally(
             self.needed_nbytes + other.needed_nbytes,
             self.read_nbytes + other.read_nbytes,
@@ -247,7 +247,7 @@ class Reads:
             raise
 
     def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
-        """What to read of a file, and the destinations."""
+        """The ranges to read of a file, and their destinations."""
         exchanged = None if self._exchange is None else self._exchange.reads(queue)
         # the extents must be those that are read ahead
         return exchanged or (queue.wanted(straight=queue.source not in self._ahead), queue.memory)
@@ -347,7 +347,7 @@ def _region(shard: Shard, block: Block) -> Any:
 
 
 def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[Runs, tuple[int, ...]]:
-    """What to read for a strided box, and the strides of the box once that is laid end to end; in elements.
+    """The stretches to read for a strided box, and the strides of the box once they lie end to end; in elements.
 
     A stretch reaches from the first to the last element along the dimension of the smallest stride, with everything
     between them. Stretches that touch are joined.

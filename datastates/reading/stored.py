@@ -32,7 +32,7 @@ from datastates.state.shards import full_key
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a rank must know to open a checkpoint. Unlike the manifest, it does not grow with the number of ranks.
+    """The facts that a rank needs to open a checkpoint. Unlike the manifest, they do not grow with the number of ranks.
 
     Attributes:
         path: The checkpoint directory, or a single container file.
@@ -359,7 +359,7 @@ class Stored:
         return by_key(entry for source in self._every() for entry in source.objects)
 
     def digest(self, full: str) -> int | None:
-        """What all parts of a tensor contribute to its digest; None if that is unknown."""
+        """The sum of all parts' contributions to the digest of a tensor; None if one is unknown."""
         if self.head.ranks == 1:
             return contributed(self.rows(0, [full]).get(full, []))
         tensor = self.catalog.find(key_hash(full))

@@ -1,4 +1,4 @@
-"""What is read from: a checkpoint of any format as its logical tensors, and the files that their bytes lie in."""
+"""The sources of reads: a checkpoint of any format as its logical tensors, and the files with their bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorFile(Source, Protocol):
 
     @property
     def objects(self) -> Sequence[ObjectEntry]:
-        """What it holds beside tensors."""
+        """The entries of its objects, which are no tensors."""
 
     @property
     def checked(self) -> bool:
@@ -106,7 +106,7 @@ class Found(Sequence[Sequence[FoundRow]]):
     @overload
     def __getitem__(self, i: slice) -> Sequence[Sequence[FoundRow]]: ...
     def __getitem__(self, i: int | slice) -> Sequence[FoundRow] | Sequence[Sequence[FoundRow]]:
-        """What was found for the part of that number."""
+        """The rows that were found for the part of that number."""
         return self._made[i]
 
     @cached_property
@@ -174,7 +174,7 @@ class Tensors(Protocol):
         """
 
     def digest(self, full: str) -> int | None:
-        """What all parts of a tensor contribute to its digest; None if that is unknown."""
+        """The sum of all parts' contributions to the digest of a tensor; None if one is unknown."""
 
     def objects(self) -> Mapping[str, ObjectEntry]:
-        """What is no tensor, by full key."""
+        """The full keys of objects, which are no tensors."""

@@ -10,7 +10,7 @@ from datastates.restoring.restored import Restored
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a restore would do, on this rank. Its text has a line for each key.
+    """The outcome that a restore would have, on this rank. Its text has a line for each key.
 
     Attributes:
         path: The checkpoint.

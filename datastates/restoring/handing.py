@@ -59,7 +59,7 @@ def naming(key: str, path: Path) -> Iterator[None]:
 
 
 class Late:
-    """What providers report while they are given their objects: only the objects themselves could tell it."""
+    """Differences that providers report while they are given their objects: only the objects could tell of them."""
 
     def __init__(self, stored: Tensors, saved: Sequence[Compared], result: Restored) -> None:
         """Take what has been reported until now, and is in ``result``."""

@@ -73,7 +73,7 @@ class Fits:
 
 
 def _told(error: Exception) -> bytes:
-    """What other ranks are told of an error: its text, and the files that it misses."""
+    """The message to other ranks about an error: its text, and the files that it misses."""
     try:
         text = str(error) or type(error).__name__
     except Exception:  # of a provider's own class

@@ -40,7 +40,7 @@ def renamed(name: str, renames: Renames) -> tuple[str, Rename | None]:
 
 
 def as_text(old: Rename) -> str:
-    """What a rename replaces, for a message."""
+    """The prefix or pattern that a rename replaces, for a message."""
     return old if isinstance(old, str) else old.pattern
 
 

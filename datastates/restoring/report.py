@@ -10,7 +10,7 @@ from datastates.executor.timeline import Stage
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore cost on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
+    """The cost of a restore on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
 
     Attributes:
         step: The step that was restored; 0 if a checkpoint of another format does not say.

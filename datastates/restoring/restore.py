@@ -261,7 +261,7 @@ class Restore:
         return {**lost, self._absent[0]: self._in_its_place()} if self._absent else lost
 
     def _in_its_place(self) -> str:
-        """What the checkpoint holds where it lacks a provider, and what to do."""
+        """The providers of a checkpoint that lacks one, and the remedy."""
         name, rest = self._absent[0], "strict=False restores the rest"
         if self._own is None:
             return f"it is no checkpoint of datastates, and holds arrays only; {rest}"

@@ -135,7 +135,7 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
 
 
 def _whole(stored: Tensors, missing: Sequence[str]) -> str:
-    """What to say of missing keys that lie in objects of other classes, such as a module that was saved whole."""
+    """The advice about missing keys that lie in objects of other classes, such as a module that was saved whole."""
     if not stored.is_listed:
         return ""
     # only objects of other formats have no place; those of this package may be large, and their arrays are listed
@@ -146,7 +146,7 @@ def _whole(stored: Tensors, missing: Sequence[str]) -> str:
 
 
 def of_classes(key: str, kinds: Sequence[str]) -> str:
-    """What to say of an object whose tensors cannot be read without its classes."""
+    """The advice about an object whose tensors cannot be read without its classes."""
     what = repr(key) if key else "its value"
     return (
         f"{what} is saved whole, as an object of {shortened(kinds)}: load it with trust in that, as by torch.load, and "

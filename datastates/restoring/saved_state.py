@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one provider: the arrays and objects of its containers, compared with the live state."""
+"""The saved state of one provider: arrays and objects of the containers, compared with the live state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLED = 16
 
 
 class SavedState(Compared, Saved):
-    """What a checkpoint holds for one provider. It also collects the differences that are reported.
+    """The saved state of one provider in a checkpoint. It also collects the differences that are reported.
 
     The objects and the listed keys are those of one container, the base: the one with this rank's number or, if that
     has nothing of the provider, another one. A look-up by key finds the arrays of all ranks. Not thread-safe.
@@ -118,7 +118,7 @@ class SavedState(Compared, Saved):
         return self._survey(key)[0]
 
     def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
-        """What :meth:`structure` gives of an object of the other ranks that saved some of these arrays."""
+        """The structures of an object on the other ranks that saved some of these arrays; see :meth:`structure`."""
         known = self.arrays()
         wanted = [(full_key(self.name, array), Part.whole(known[array].shape)) for array in arrays]
         ranks = sorted({rank for full, part in wanted for rank in self._stored.holders(full, part)})

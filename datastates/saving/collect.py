@@ -25,7 +25,7 @@ from datastates.state.shards import EVERY_RANK, HOST, Buffer, Shard, Shards, ful
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """What the providers described for one snapshot. It keeps the state alive until :meth:`release`.
+    """The state of one snapshot, as the providers described it. It keeps the state alive until :meth:`release`.
 
     Attributes:
         providers: The providers, in the caller's order.
@@ -332,7 +332,7 @@ def _check_parts(key: str, shards: list[Shard]) -> None:
 
 
 def _flaw(shard: Shard) -> str | None:
-    """What is wrong with an array shard, to follow its key in a message; None if nothing is."""
+    """The fault of an array shard, to follow its key in a message; None if there is none."""
     if (dtype := BY_NAME.get(shard.dtype or "")) is None:
         return f"is of an unknown element type {shard.dtype!r}"
     if shard.buffer is None:

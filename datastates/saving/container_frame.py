@@ -71,7 +71,7 @@ class ContainerFraming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContainerFrame:
-    """What a container holds besides the arrays' bytes. See :class:`~datastates.saving.frame.Frame`."""
+    """The bytes of a container besides those of the arrays. See :class:`~datastates.saving.frame.Frame`."""
 
     plan: WritePlan
     records: Records

@@ -1,4 +1,4 @@
-"""What a file holds besides the bytes of the state. A frame knows one format; the steps of a snapshot know none."""
+"""The bytes of a file besides the state's. A frame knows one format; the steps of a snapshot know none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Objects: TypeAlias = "Sequence[tuple[int, Shard, bytes | Encoder | None]]"
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What is written behind the state, and what this rank's vote says of it.
+    """The end of a file, behind the state, and its description in this rank's vote.
 
     Attributes:
         data: The bytes.

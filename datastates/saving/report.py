@@ -11,7 +11,7 @@ from datastates.executor.timeline import Stage
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a snapshot cost so far, on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
+    """The cost of a snapshot so far, on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
 
     Attributes:
         step: The snapshot's step.

@@ -17,7 +17,7 @@ from datastates.state.shards import Buffer, Shard, Shards, full_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """What the providers described, without the contents. Successive snapshots of the same state share it.
+    """A state as its providers describe it, without the contents. Successive snapshots of the same state share it.
 
     Attributes:
         names: The names that the providers are stored under.

@@ -16,7 +16,7 @@ def items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no dict, list or tuple in these, in their order, and those of them that are empty.
+    """The leaves of nested dicts, lists and tuples, in their order. An empty container is a leaf, too.
 
     A container that is there several times, or in itself, is looked into once.
 

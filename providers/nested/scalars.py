@@ -1,4 +1,4 @@
-"""Numbers that are arrays without dimensions on the other side, as a step counter that a compiled step has made one."""
+"""Numbers on one side that are arrays without dimensions on the other, such as a compiled optimizer's step counter."""
 
 from __future__ import annotations
 
