@@ -191,6 +191,7 @@ def small(tmp_path: Path, write_file: Any) -> Path:
     return path
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_verify_names_every_flipped_bit(small: Path) -> None:
     good = small.read_bytes()

@@ -18,6 +18,7 @@ def test_every_kill_is_followed_by_a_resume_that_gives_the_same_result(tmp_path:
     assert "PASS" in found.values()
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_a_torn_file_breaks_a_loop_that_writes_by_torch_save(tmp_path: Path) -> None:
     found = kill.verdicts(kill.CASES["loop"], "stock", tmp_path, points=3, modes=["torn"])

@@ -129,6 +129,7 @@ def test_restore_finds_every_flipped_bit_that_matters_to_it(checkpointer: Checkp
     assert undetected(container, lambda: restore(checkpointer) in (None, GOOD)) == []
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_load_finds_every_flipped_bit_that_matters_to_it(container: Path) -> None:
     assert undetected(container, lambda: load(container.parent) in (None, GOOD)) == []

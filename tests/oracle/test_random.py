@@ -74,6 +74,7 @@ def test_some_optimizers(drawn: list[tuple[Spec, Spec]]) -> None:
     check_optimizers(drawn)
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 @same_each_time(max_examples=40)
 @given(OPTIMIZERS)

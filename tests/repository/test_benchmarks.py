@@ -254,6 +254,7 @@ def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> Non
     assert medians == ["1.00", "2.00", "0.50", "1.00", "1.060", "0.250", "0.0100", "0.50"]
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_ranks_without_a_core_each_are_skipped_and_that_is_said(scratch: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -294,6 +295,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_a_rank_that_fails_ends_its_team_and_the_next_command_has_a_new_one(tmp_path: Path) -> None:
     pytest.importorskip("torch")

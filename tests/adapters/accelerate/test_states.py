@@ -260,7 +260,6 @@ def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: A
     from pathlib import Path
     import torch
     from hold import GATE, held
-from short import first
     from training import Loop, os
 
     loop = Loop(Path({str(tmp_path)!r}), fsdp={version})

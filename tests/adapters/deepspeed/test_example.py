@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[3] / "docs" / "examples" / "deepspeed" / "train.
 STEPS, EVERY, DIE_AT = 8, 2, 6
 
 
+@pytest.mark.by_hand
 @pytest.mark.timeout(600)
 def test_the_example_is_killed_and_resumes(tmp_path: Path) -> None:
     whole = _run(tmp_path, "whole")

@@ -175,7 +175,7 @@ def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["ended", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("ended", marks=pytest.mark.by_hand), "killed"])
 def test_who_waits_is_woken(how: str) -> None:
     with _python(HOLDER) as holder:
         assert holder.stdout is not None

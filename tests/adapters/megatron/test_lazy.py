@@ -45,7 +45,7 @@ LARGE = """
 
 
 # a persistent worker imports Megatron-Core anew
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,

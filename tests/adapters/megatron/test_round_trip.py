@@ -30,6 +30,7 @@ def test_between_layouts_of_two_ranks(run: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.by_hand
 @pytest.mark.long
 def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     layouts = ["tp=2", "pp=2", "dp=2"]
@@ -105,7 +106,7 @@ def test_columns_are_read_once_for_the_ranks_of_a_host(run: Any, tmp_path: Path)
 
 
 # a persistent worker imports Megatron-Core anew
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_asynchronous(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,
