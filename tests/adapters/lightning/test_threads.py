@@ -49,7 +49,7 @@ def by_a_callback_outside_of_a_fit(training: ModuleType, folder: Path, io: Any) 
 def in_async_checkpoint_io(training: ModuleType, folder: Path, io: Any) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-    saving = {"every_n_train_steps": 1, "save_top_k": 1}
+    saving = {"every_n_train_steps": 1, "save_top_k": -1}  # a deletion would race with saves, with stock, too
     training.trainer(folder, 3, AsyncCheckpointIO(io), **saving).fit(training.Module(), training.data())
 
 
