@@ -1,4 +1,4 @@
-"""Reading: the bytes and tensors of a checkpoint, without providers and ranks, into memory that is new or given."""
+"""Reading: the bytes and tensors of a checkpoint, without providers, into memory that is new or given."""
 
 from datastates.reading.checkpoint import Checkpoint
 from datastates.reading.reads import Reads

@@ -30,6 +30,8 @@ from datastates.state.strides import span
 
 SMALL_STATE = 1 << 20
 """A restore that fills fewer bytes may read so many unwanted ones, so that small states are verified completely."""
+AHEAD_MINIMUM = 16 << 20
+"""Fewest bytes of containers that are read ahead."""
 AHEAD_RECORDS = 4096
 """Most records to plan a read-ahead for. Planning many tiny records would take longer than reading them ahead saves."""
 SMALL_COPY = 64 * 1024

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from datastates.executor.executor import Executor
-from datastates.reading.reads import Reads
+from datastates.reading.reads import AHEAD_MINIMUM, Reads
 from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.streams import current_device
-
-AHEAD_MINIMUM = 16 << 20
-"""Fewest bytes of containers that are read ahead."""
 
 
 def begin(

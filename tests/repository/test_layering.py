@@ -22,7 +22,7 @@ ORDER = [
     {"container"},
     {"ranks"},  # knows nothing of checkpoints
     {"commit"},
-    {"reading"},  # no providers, no ranks
+    {"reading"},  # no providers, no agreements
     {"saving", "restoring"},
     {"formats"},
     {"exporting"},

@@ -14,8 +14,7 @@ from datastates.adapters.dcp.load.read_items import nbytes_of
 from datastates.container.file import Container
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
-from datastates.reading.reads import Reads
-from datastates.restoring.containers_ahead import AHEAD_MINIMUM
+from datastates.reading.reads import AHEAD_MINIMUM, Reads
 from datastates.state.streams import current_device
 
 Place = tuple[ReadItem, _StorageInfo]
