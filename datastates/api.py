@@ -109,7 +109,7 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
         providers: What to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
             are restored by their names, and what only a provider can take back is missing.
-        **options: The arguments of :meth:`Checkpointer.restore`: ``step``, ``keys``, ``rename``, ``cast``, ``strict``,
+        **options: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast``, ``strict``,
             ``trust``, ``verify`` and ``fallback``. And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
@@ -120,7 +120,7 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
         SettingsError: An option is unknown or impossible.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name, (request, settings) = "restore", divide(options, RestoreOptions)
+    name, (request, settings) = "restore", divide(options, RestoreOptions.__optional_keys__)
     with _met(name, providers, path, settings) as (executor, given, other, world):
         meetings = partial(_calls.meeting_of, world, name)
         restored = _calls.restore_by(given, providers, meetings, executor, request, other=other)
@@ -131,7 +131,7 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
 def _met(
     name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any]
 ) -> Iterator[tuple[Callable[[int], Executor], Path, Format | None, World]]:
-    """What makes executors, the path, its format if it is not this package's, and the ranks that meet to restore."""
+    """A maker of executors, the path, its format if it is not this package's, and the ranks that meet to restore."""
     with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
@@ -149,8 +149,8 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     Args:
         providers: What would be restored.
         path: As for :func:`restore`.
-        **options: Arguments of :meth:`Checkpointer.restore`: ``step``, ``keys``, ``rename``, ``cast`` and ``trust``.
-            And fields of :class:`~datastates.config.RankSettings`.
+        **options: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast`` and
+            ``trust``. And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
         What would be restored, cast, and left as it is.
@@ -161,7 +161,7 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
         RestoreError: A glob or a rename matches nothing, or the ranks gave different ones.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name, (request, settings) = "compare", divide(options, CompareOptions)
+    name, (request, settings) = "compare", divide(options, CompareOptions.__optional_keys__)
     with _met(name, providers, path, settings) as (executor, given, other, world):
         meeting = _calls.meeting_of(world, name, 0)
         return _calls.compare_by(given, providers, meeting, executor, request, other=other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -128,7 +128,6 @@ class RestoreRequest:
         return f"{which} with {told}" if told else which
 
 
-def divide(options: Mapping[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A call's keyword arguments as the fields of a TypedDict of this module, and the rest."""
-    names = kind.__optional_keys__  # type: ignore[attr-defined]
+def divide(options: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call's keyword arguments: those of some names, and the rest."""
     return {k: v for k, v in options.items() if k in names}, {k: v for k, v in options.items() if k not in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from datastates.providers import (
     from_state_dict,
     from_stateful,
 )
+from datastates.restoring.request import RestoreOptions
 
 
 class Loop:
@@ -87,6 +89,10 @@ def test_wrong_calls_name_what_is_wrong(name: str, saved: Path) -> None:
     with pytest.raises(kind) as error:
         call(saved)
     assert text in str(error.value)
+
+
+def test_the_arguments_of_a_restore_are_the_fields_of_its_request() -> None:
+    assert RestoreOptions.__optional_keys__ == {f.name for f in fields(ds.RestoreRequest)}
 
 
 def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
