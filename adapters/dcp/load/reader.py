@@ -73,7 +73,6 @@ class DataStatesStorageReader(FileSystemReader):
         Args:
             path: The checkpoint's directory.
             _extension_registry: As of torch's own reader: the extensions that may have transformed torch's files.
-                Early versions of torch have none.
             **options: Fields of :class:`~datastates.config.IoSettings`.
 
         Raises:
@@ -81,7 +80,7 @@ class DataStatesStorageReader(FileSystemReader):
             ValueError: ``path`` is the address of a store instead of a file path.
         """
         paths.refuse_address(path)
-        super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
+        super().__init__(path, _extension_registry)
         warn_of_untried("torch")
         self.settings = IoSettings.of(options)
         self._metadata: Metadata | None = None
