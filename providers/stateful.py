@@ -38,8 +38,8 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
     DTensors' meshes. A ``DistributedDataParallel`` and what ``torch.compile`` gives, nested or not, are saved as the
     module in them, without ``module.`` and ``_orig_mod.`` in front of the keys, so the checkpoint also restores into
     the bare module. One that has hooks on its state, methods for it or tensors of its own is saved as torch saves it.
-    The arrays of the former are taken to be the same on all ranks of its process group, except parameters that it
-    ignores.
+    The arrays of a ``DistributedDataParallel`` are taken to be the same on all ranks of its process group. Parameters
+    that it ignores are not.
 
     Args:
         name: Top-level key in the checkpoint.

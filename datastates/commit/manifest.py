@@ -64,7 +64,7 @@ class CatalogEntry(_Model):
 
 
 class Manifest(_Model):
-    """The file that makes a directory a checkpoint."""
+    """The contents of the manifest, the file that makes a directory a checkpoint."""
 
     format: int
     step: Annotated[int, Field(ge=0, lt=1 << 63)]

@@ -144,7 +144,7 @@ def generator(device: Any) -> Any:
 
 
 def declared() -> dict[str, Any]:
-    """What the program has declared safe by ``torch.serialization.add_safe_globals``, by the names in a pickle."""
+    """The classes and functions that ``torch.serialization.add_safe_globals`` was given, by their names in a pickle."""
     serialization = loaded("torch.serialization")
     entries = () if serialization is None else serialization.get_safe_globals()
     pairs = (e if isinstance(e, tuple) else (e, f"{e.__module__}.{e.__qualname__}") for e in entries)

@@ -123,7 +123,7 @@ class Foreign:
         return contributed([row for _, row in self._parts([full])[full]])
 
     def objects(self) -> dict[str, ObjectEntry]:
-        """What is no tensor, by full key."""
+        """The objects, which are no tensors, by full key."""
         return by_key(entry for file in self.files for entry in file.objects)
 
     # --- all of it

@@ -202,5 +202,5 @@ class ReadPlan:
 
 
 def fields_of(plan: Any, *, but: Collection[str]) -> dict[str, Any]:
-    """The fields of a dataclass that the native core takes, by name."""
+    """The fields of a dataclass by name, as the native core takes them. It does not take those in ``but``."""
     return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in but}

@@ -177,4 +177,4 @@ class Tensors(Protocol):
         """The sum of all parts' contributions to the digest of a tensor; None if one is unknown."""
 
     def objects(self) -> Mapping[str, ObjectEntry]:
-        """The full keys of objects, which are no tensors."""
+        """The objects, which are no tensors, by full key."""

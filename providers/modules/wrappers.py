@@ -50,7 +50,7 @@ class Unwrapped:
 
 
 def _prefix_of(module: Any) -> str:
-    """What a wrapper puts in front of names; empty for other modules."""
+    """The prefix that a wrapper puts in front of names; empty for other modules."""
     compiled = loaded("torch._dynamo.eval_frame")
     if isinstance(module, loaded("torch").nn.parallel.DistributedDataParallel):
         return _PARALLEL
@@ -58,7 +58,7 @@ def _prefix_of(module: Any) -> str:
 
 
 def _adds_nothing(wrapper: Any) -> bool:
-    """Whether a wrapper's state is that of the module in it, whose names it only begins otherwise."""
+    """Whether a wrapper's state is the state of the module in it, under names with a prefix."""
     plain, kind = loaded("torch").nn.Module, type(wrapper)
     hooks = (
         *(wrapper._state_dict_pre_hooks, wrapper._state_dict_hooks),
