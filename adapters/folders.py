@@ -23,7 +23,7 @@ from datastates.commit import manifest
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 
 _log = logging.getLogger("datastates")
 
@@ -141,7 +141,7 @@ class FolderCheckpoints:
 
         what = f"the checkpoint {final}"
         self._under_way.add(final)
-        in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
+        in_flight = {p: s for p, s in self.snapshots.items() if not all(course_of(x).ended for x in s)}
         self.snapshots = in_flight | {final: snapshots}
         try:
             with looks.unwatched():
@@ -154,12 +154,14 @@ class FolderCheckpoints:
                     before = naming.contents(target)
             write(staged, snapshots)
             older = None if retain is None else naming.numbered(target.name)
-            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older, room=room)
+            self.files.then(
+                what, list(map(course_of, snapshots)), end_unless_interrupted, final=target, older=older, room=room
+            )
         except BaseException as error:  # the other ranks must not wait for this one
             if ending.take() is not None:
                 # an interrupt must not be raised again later
                 spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
-                self.files.then(what, [*snapshots, *self.files.under_way(staged.parent)], end)
+                self.files.then(what, [*map(course_of, snapshots), *self.files.under_way(staged.parent)], end)
             raise
         if needed is not None:
             self.files.show(final.name, needed)

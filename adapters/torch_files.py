@@ -27,6 +27,7 @@ from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
+from datastates.saving.course import Course
 from datastates.saving.engine import Engine
 from datastates.saving.frame import Framing
 from datastates.saving.safetensors_frame import SafetensorsFraming
@@ -222,7 +223,7 @@ class TorchFiles:
     def then(
         self,
         name: str,
-        snapshots: Sequence[Snapshot] | None,
+        courses: Sequence[Course] | None,
         act: Callable[[BaseException | None], None],
         *,
         final: Path | None = None,
@@ -235,8 +236,8 @@ class TorchFiles:
 
         Args:
             name: What this is, for the log.
-            snapshots: The files of this rank's checkpoint. None: ``act`` ends no checkpoint. Its failure is logged. If
-                nothing is under way, it runs at once instead, and its failure is raised, too.
+            courses: The courses of this rank's files of the checkpoint. None: ``act`` ends no checkpoint. Its failure
+                is logged. If nothing is under way, it runs at once instead, and its failure is raised, too.
             act: Called with the error of a file, or None; it must raise that error. What it raises is a failure of the
                 checkpoint, which :meth:`begin` or :meth:`close` raises later.
             final: The file or folder that ``act`` names or removes: who looks at it waits until ``act`` has run.
@@ -247,13 +248,13 @@ class TorchFiles:
         shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older, room)
 
         def end() -> None:
-            is_save = snapshots is not None
+            is_save = courses is not None
             try:
                 with looks.unwatched():
-                    for snapshot in snapshots or ():
-                        snapshot.wait_ended()
+                    for course in courses or ():
+                        course.wait_ended()
                     self.last_failed |= is_save
-                    act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
+                    act(next(filter(None, [course.deliver() for course in courses or ()]), None))
                 if is_save:
                     self.last_failed = False
             except Exception as error:
@@ -267,13 +268,13 @@ class TorchFiles:
                 if failures:  # after that: who looks may hold the lock of a handler
                     _log.warning("%s has failed: %s", name, failures[0])
 
-        if self._engine is None and snapshots is None:  # nothing is under way
+        if self._engine is None and courses is None:  # nothing is under way
             end()
             return
         self._start()
         task = Task(end)
         try:
-            if snapshots is not None:
+            if courses is not None:
                 self._saves.append(task)
             if shown is not None:
                 looks.begin(shown)
@@ -292,19 +293,19 @@ class TorchFiles:
         ended.wait()
         return failures[0] if failures and self.settings.on_error == "raise" else None
 
-    def under_way(self, folder: Path) -> list[Snapshot]:
-        """The files that are being written into a folder."""
+    def under_way(self, folder: Path) -> list[Course]:
+        """The courses of the files that are being written into a folder."""
         in_flight = self._engine.pending() if self._engine is not None else []
-        return [snapshot for snapshot in in_flight if folder in snapshot.path.parents]
+        return [course for course in in_flight if folder in course.path.parents]
 
     def give_up(self, pending: manifest.Pending) -> None:
         """Abandon a folder, if need be in the background, once the files that are being written into it have ended."""
         written = self.under_way(pending.directory)
 
         def abandon() -> None:
-            for snapshot in written:
-                snapshot.wait_ended()
-                snapshot.exception()  # nobody waits for the file any more
+            for course in written:
+                course.wait_ended()
+                course.deliver()  # nobody waits for the file any more
             manifest.abandon(pending)
 
         if written:

@@ -35,17 +35,18 @@ from datastates.ranks.world import refuse_outdated
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
+from datastates.saving.course import Course
 from datastates.saving.engine import Engine
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
 
 
-def _wait_until_ended(snapshots: Sequence[Snapshot]) -> None:
-    for snapshot in snapshots:
-        snapshot.wait_ended()
+def _wait_until_ended(courses: Sequence[Course]) -> None:
+    for course in courses:
+        course.wait_ended()
 
 
 class Checkpointer:
@@ -105,7 +106,7 @@ class Checkpointer:
         prepare(executor, self.settings)
         self._retention = threading.Lock()
         self._order = Order(self.directory)
-        self._taken: list[Snapshot] = []
+        self._taken: list[Course] = []
         self._closed = False
         self.failures = 0
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
@@ -149,7 +150,7 @@ class Checkpointer:
         """
         self._raise_if_closed()
         number = self._snapshots
-        before: list[Snapshot] = []
+        before: list[Course] = []
         sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
         ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", sequence, opening=self._opening)
         failure = None
@@ -164,7 +165,7 @@ class Checkpointer:
             if self._termination is not None:
                 self._termination.watch()
             if self._engine.world.size > 1:  # these come first, so that this snapshot supersedes those of the same step
-                before += [s for s in self._taken if s.step == step]
+                before += [c for c in self._taken if c.step == step]
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
@@ -172,7 +173,7 @@ class Checkpointer:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
                 self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
-        self._taken.append(taken)
+        self._taken.append(course_of(taken))
         return taken
 
     def _places(self, step: int) -> tuple[Callable[[], Path], Callable[[], Path]]:
@@ -198,8 +199,8 @@ class Checkpointer:
         Returns:
             A context manager that does nothing.
         """
-        for snapshot in self._engine.pending():
-            snapshot.pass_gate()
+        for course in self._engine.pending():
+            course.pass_gate()
         return contextlib.nullcontext()
 
     def _wait_for_room(self) -> None:
@@ -326,25 +327,25 @@ class Checkpointer:
 
     def _failure(self) -> BaseException | None:
         """The first background failure since the last call, if the settings say to raise it. The others are logged."""
-        ended = [s for s in self._taken if s.ended]
-        self._taken = [s for s in self._taken if not s.ended]
-        self.failures += sum(s.failed for s in ended)
-        undelivered = [(s, error) for s in ended if (error := s.deliver()) is not None]
+        ended = [c for c in self._taken if c.ended]
+        self._taken = [c for c in self._taken if not c.ended]
+        self.failures += sum(c.error is not None for c in ended)
+        undelivered = [(c, error) for c in ended if (error := c.undelivered()) is not None]
         # do not raise here what another rank has raised: its next snapshot would be skipped, and so on for ever
         own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
         raised = own[0] if own and self.settings.on_error == "raise" else None
-        for snapshot, error in undelivered:
+        for course, error in undelivered:
             if error is not raised:
-                _log.warning("snapshot %d failed: %s", snapshot.step, error)
+                _log.warning("snapshot %d failed: %s", course.step, error)
         return raised
 
     def _call_back(self, snapshot: Snapshot) -> None:
         """Call ``on_error`` or ``on_commit`` of the settings for a snapshot that has ended."""
-        call = self.settings.on_error if snapshot.failed else self.settings.on_commit
+        course = course_of(snapshot)
+        call = self.settings.on_commit if course.error is None else self.settings.on_error
         if not callable(call):
             return
-        if snapshot.failed:
-            snapshot.deliver()
+        course.deliver()
         try:
             call(snapshot)
         except Exception:  # an error in the user's function must not disturb training

@@ -25,6 +25,7 @@ from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAba
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
+from datastates.saving.snapshot import course_of
 
 _log = logging.getLogger("datastates")
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
@@ -268,7 +269,7 @@ class CheckpointEngine:
         """Wait until nothing reads the memory of the training state any more. Raises no failures."""
         for save in list(self.saves):
             for snapshot in save.snapshots.values():
-                snapshot.wait_free()
+                course_of(snapshot).wait_free()
 
     # --- loading
 

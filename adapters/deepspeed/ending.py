@@ -18,7 +18,7 @@ from datastates.commit import manifest, retention
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 
 _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
@@ -192,7 +192,7 @@ class Save:
     def _finish(self, given_up: BaseException | None) -> None:
         errors = [given_up]
         for file in self._files:
-            file.snapshot.wait_ended()
+            course_of(file.snapshot).wait_ended()
             errors.append(file.snapshot.exception())
         replaced: list[_File] = []
         errors.append(self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists())))

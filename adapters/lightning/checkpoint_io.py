@@ -21,7 +21,7 @@ from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, Tor
 from datastates.adapters.tried import warn_of_untried
 from datastates.commit import manifest, retention
 from datastates.formats import own
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -139,8 +139,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         try:
             manifest.begin(pending)
             snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
-            self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
-            self.files.then(f"the checkpoint {final}", [snapshot], name, final=final)
+            self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
+            self.files.then(f"the checkpoint {final}", [course_of(snapshot)], name, final=final)
         except BaseException:
             if ending.take() is not None:
                 self.files.give_up(pending)

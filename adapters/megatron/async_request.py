@@ -14,7 +14,7 @@ from typing import Any
 
 from datastates._base import files, locks
 from datastates._base.workers import start
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 
 _log = logging.getLogger("datastates")
 
@@ -44,7 +44,7 @@ def token(snapshot: Snapshot) -> str:
     locks.try_lock(lock.fileno())
 
     def free() -> None:
-        snapshot.wait_ended()
+        course_of(snapshot).wait_ended()
         with contextlib.suppress(OSError):
             Path(name).unlink()
         with contextlib.suppress(OSError):

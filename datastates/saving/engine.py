@@ -23,6 +23,7 @@ from datastates.ranks.world import SoloWorld, World, refuse_outdated
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
+from datastates.saving.course import Course
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -75,11 +76,11 @@ class Engine:
         self._aside = Workers("datastates-aside", _MOST_ASIDE)
         self._closer: Workers | None = None
         # each change is one operation: no lock that an interrupt could leave taken
-        self._in_flight: list[Snapshot] = []
+        self._in_flight: list[Course] = []
 
     def _after_fork(self) -> None:
-        for snapshot in self._in_flight:
-            snapshot.abandon()
+        for course in self._in_flight:
+            course.abandon()
         self._start()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
@@ -122,93 +123,96 @@ class Engine:
                 "jax.distributed is not, or no longer, initialized. Save before it is shut down, or give rank and "
                 "world_size"
             )
-        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
+        course = Course(ballot.step, collected.structure.nbytes, begin)
 
         def choose_ending() -> Ending:
-            snapshot.path = expected()
-            return CheckpointEnding(Pending(snapshot.path, ballot.attempt, ballot.mark), ballot, target, retain)
+            course.path = expected()
+            return CheckpointEnding(Pending(course.path, ballot.attempt, ballot.mark), ballot, target, retain)
 
-        return self._take(self._saver, collected, snapshot, choose_ending, ballot)
+        return self._take(self._saver, collected, course, choose_ending, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
     ) -> Snapshot:
         """Write a single file, whose identity names an ``attempt``; otherwise as :meth:`take`."""
         collected = saver.collect(providers)
-        snapshot = Snapshot(0, collected.structure.nbytes, begin)
-        snapshot.path = path
+        course = Course(0, collected.structure.nbytes, begin)
+        course.path = path
         ending = FileEnding(path, identity_alone(attempt))
-        return self._take(saver, collected, snapshot, lambda: ending, ending)
+        return self._take(saver, collected, course, lambda: ending, ending)
 
     def _take(
         self,
         saver: Saver,
         collected: Collected,
-        snapshot: Snapshot,
+        course: Course,
         choose_ending: Callable[[], Ending],
         whom: Ballot | Ending,
     ) -> Snapshot:
+        snapshot = Snapshot(course)
         try:
-            running = saver.prepare(collected, snapshot, choose_ending())
-            work = Work(partial(self._finish, running))
+            running = saver.prepare(collected, course, choose_ending())
+            work = Work(partial(self._finish, snapshot, running))
             try:
                 running.begin()
-                self._in_flight.append(snapshot)  # before a fork or a signal can find it at the gate
-                gate.guard(snapshot, automatic=self._auto_gate)
+                self._in_flight.append(course)  # before a fork or a signal can find it at the gate
+                gate.guard(course, automatic=self._auto_gate)
                 self._pool.put(work)
             except BaseException as error:
                 if work.take() is not None:  # no thread has it: nobody must wait for the snapshot
                     try:
                         running.cancel(error)
                     finally:
-                        self._forget(snapshot)
+                        self._forget(course)
                 raise
         except (StorageError, DeviceError) as error:
-            snapshot.fail(error)
+            course.fail(error)
             self.decline(whom, error)
             self._tell(snapshot)
         except BaseException:
-            snapshot.exception()  # marks it as delivered, because it is raised here
+            course.deliver()  # it is raised here
             raise
         if self._auto_gate and gate.is_in_step():
-            snapshot.pass_gate()
-        snapshot.called()
+            course.pass_gate()
+        course.called()
         return snapshot
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, snapshot: Snapshot, running: Running) -> None:
         failure = running.run()
-        self._forget(running.snapshot)
+        self._forget(running.course)
         if failure is not None:
             self.decline(running.ending, failure)
-        self._tell(running.snapshot)
+        self._tell(snapshot)
 
     def take_later(
-        self, snapshot: Snapshot, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
-    ) -> None:
-        """Begin and finish a snapshot on a thread of the engine. If ``begin`` raises, the snapshot fails.
+        self, course: Course, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
+    ) -> Snapshot:
+        """Begin and finish a snapshot, which is returned, on a thread of the engine. If ``begin`` raises, it fails.
 
         If this raises, ``give_up`` was called with the error, unless a thread has the snapshot already.
         """
-        work = Work(partial(self._begin_and_finish, snapshot, begin))
+        snapshot = Snapshot(course)
+        work = Work(partial(self._begin_and_finish, snapshot, course, begin))
         try:
-            self._in_flight.append(snapshot)
+            self._in_flight.append(course)
             self._pool.put(work)
         except BaseException as error:
             if work.take() is not None:
-                snapshot.fail(error)
-                snapshot.exception()  # marks it as delivered, because it is raised here
-                self._forget(snapshot)
+                course.fail(error)
+                course.deliver()  # it is raised here
+                self._forget(course)
                 give_up(error)
             raise
+        return snapshot
 
-    def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
+    def _begin_and_finish(self, snapshot: Snapshot, course: Course, begin: Callable[[], Running]) -> None:
         try:
             running = begin()
         except BaseException as error:  # the snapshot passes it to whoever waits
-            snapshot.fail(error)
-            self._forget(snapshot)
+            course.fail(error)
+            self._forget(course)
             return
-        self._finish(running)
+        self._finish(snapshot, running)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
@@ -227,17 +231,17 @@ class Engine:
         except ThreadStartError:
             work(*arguments)
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _forget(self, course: Course) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it
-            self._in_flight.remove(snapshot)
+            self._in_flight.remove(course)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
         """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
         self._aside.do(partial(work, *arguments))
 
-    def pending(self) -> list[Snapshot]:
-        """The snapshots in flight."""
-        return [s for s in self._in_flight.copy() if not s.ended]
+    def pending(self) -> list[Course]:
+        """The courses of the snapshots in flight."""
+        return [c for c in self._in_flight.copy() if not c.ended]
 
     def wait(self, fewer_than: int = 1) -> None:
         """Wait until fewer than so many snapshots are in flight; by default until there is none."""

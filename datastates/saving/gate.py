@@ -8,11 +8,11 @@ from types import FrameType
 from typing import Any
 
 from datastates._base.loaded import loaded
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.course import Course
 
 
-class _Guarded(weakref.ref[Snapshot]):
-    """A snapshot that nobody else may hold any more, and whether optimizers wait for it."""
+class _Guarded(weakref.ref[Course]):
+    """The course of a snapshot that nobody else may hold any more, and whether optimizers wait for it."""
 
     automatic: bool
 
@@ -22,10 +22,10 @@ _pending: set[_Guarded] = set()
 _hook: Any = None
 
 
-def guard(snapshot: Snapshot, *, automatic: bool) -> None:
+def guard(course: Course, *, automatic: bool) -> None:
     """Track a snapshot until it is captured. If ``automatic``, every optimizer step waits until then. Thread-safe."""
     global _hook
-    guarded = _Guarded(snapshot, _pending.discard)
+    guarded = _Guarded(course, _pending.discard)
     guarded.automatic = automatic
     _pending.add(guarded)
     if automatic and _hook is None and loaded("torch") is not None:
@@ -42,11 +42,11 @@ def pass_all(*, automatic_only: bool = False) -> None:
     ``automatic_only``: wait only for the snapshots that were guarded with ``automatic=True``.
     """
     for guarded in list(_pending):
-        snapshot = guarded()
-        if snapshot is None or (automatic_only and not guarded.automatic):
+        course = guarded()
+        if course is None or (automatic_only and not guarded.automatic):
             continue
-        snapshot.pass_gate()
-        if snapshot.captured or snapshot.ended:
+        course.pass_gate()
+        if course.is_free:
             _pending.discard(guarded)
 
 

@@ -17,8 +17,8 @@ from datastates.errors import DatastatesError, DeviceError, ProviderError, TornS
 from datastates.executor.executor import Executor, PreparedWrite
 from datastates.executor.jobs import WriteJob, timeline
 from datastates.saving.collect import Collected
+from datastates.saving.course import Course
 from datastates.saving.frame import Frame
-from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
 from datastates.state import jax_arrays, streams
 from datastates.state import versions as array_versions
@@ -115,7 +115,7 @@ class Running:
 
     executor: Executor
     collected: Collected
-    snapshot: Snapshot
+    course: Course
     planned: SavePlan
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     witness: ArrayWitness
@@ -131,7 +131,7 @@ class Running:
         self._job = job = self.executor.submit_write(
             self.ending.path, self.planned.prepared, self.collected.columns, structure.witness
         )
-        self.snapshot.attach(self.gate, job.stats, partial(timeline, job))
+        self.course.attach(self.gate, job.stats, partial(timeline, job))
 
     @property
     def job(self) -> WriteJob:
@@ -150,7 +150,7 @@ class Running:
         except Exception as error:
             self.cause = error  # before the job is stopped, which run() notices
             self.job.abort()
-            self.snapshot.fail(error)
+            self.course.fail(error)
 
     def _pass(self) -> None:
         self.lazy_serialized.wait()
@@ -171,10 +171,10 @@ class Running:
             self._capture()
             tail, vote = self._write()
             self.job.finish(tail)
-            self.snapshot.reach("persisted", file_nbytes=vote.nbytes)
-            with self.snapshot.stage("commit"):
-                self.snapshot.path = self.ending.commit(vote)
-            self.snapshot.reach("committed", at=self.ending.committed)
+            self.course.reach("persisted", file_nbytes=vote.nbytes)
+            with self.course.stage("commit"):
+                self.course.path = self.ending.commit(vote)
+            self.course.reach("committed", at=self.ending.committed)
         except BaseException as error:  # the snapshot passes it to whoever waits
             cause = self.ending.cause_of(self.cause or error)
             self.cancel(cause)
@@ -192,11 +192,11 @@ class Running:
             self.witness.forget()
             self._let_go()
         finally:
-            self.snapshot.fail(error)
+            self.course.fail(error)
 
     def _capture(self) -> None:
         try:
-            with self.snapshot.stage("serialize"):
+            with self.course.stage("serialize"):
                 self.objects = [
                     (p, s, _serialize(self.collected, p, s) if data is None else data) for p, s, data in self.objects
                 ]
@@ -215,19 +215,19 @@ class Running:
         if changed:
             raise TornSnapshotError(sorted(changed))
         self.collected.release()  # a reference would keep the next computation from taking over an array of JAX
-        self.snapshot.reach("captured")
+        self.course.reach("captured")
 
     def _write(self) -> tuple[bytes, Vote]:
         """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
         frame = self.planned.frame
-        with self.snapshot.stage("serialize"):
+        with self.course.stage("serialize"):
             encode_tail = frame.encode_objects(self.objects)
         self._release()
         self.job.wait_checksummed()
-        with self.snapshot.stage("encode"):
+        with self.course.stage("encode"):
             tail = encode_tail(self.job, self.ending.identity)
         return tail.data, Vote(
-            step=self.snapshot.step,
+            step=self.course.step,
             file=self.ending.path.name,
             nbytes=frame.plan.end + len(tail.data),
             index_crc32=tail.index_crc32,
@@ -236,7 +236,7 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        self.snapshot.detach(self._job.stats() if self._job else {}, timeline(self._job) if self._job else [])
+        self.course.detach(self._job.stats() if self._job else {}, timeline(self._job) if self._job else [])
 
     def _release(self) -> None:
         self.collected.release()

@@ -9,9 +9,9 @@ from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
 from datastates.saving.collect import Collected, collect
+from datastates.saving.course import Course
 from datastates.saving.frame import Framing
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
-from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
 from datastates.state.known_layout import Knowledge
 from datastates.state.provider import StateProvider
@@ -41,17 +41,17 @@ class Saver:
         last = self._last.structure if self._last else None
         return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
-    def prepare(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
+    def prepare(self, collected: Collected, course: Course, ending: Ending) -> Running:
         """Serialize what is not lazy, and plan the file; returns the work, which has not begun.
 
         Args:
             collected: What the providers described.
-            snapshot: The snapshot to report to.
+            course: The course of the snapshot, to report to.
             ending: Where the file is to be written, and how it is committed.
         """
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         planned = self._planned(collected.structure)
-        return Running(self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending)
+        return Running(self._executor, collected, course, planned, objects, ArrayWitness(collected), ending)
 
     @gc_pause.paused()
     def _planned(self, structure: Structure) -> SavePlan:

@@ -43,6 +43,7 @@ from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.formats.own_verify import verify_container
 from datastates.reading.every_container import open_checkpoint
+from datastates.saving.snapshot import course_of
 
 HANGS = 30
 """Seconds without a report after which a life is taken to hang."""
@@ -101,7 +102,7 @@ class Told:
     def _follow(self) -> None:
         while (entry := self._taken.get()) is not None:
             save, snapshot, torn = entry
-            snapshot.wait_ended()
+            course_of(snapshot).wait_ended()
             error = snapshot.exception()
             if error is None:
                 self.say("committed", save.number)
@@ -158,9 +159,9 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
                 state = None
             told.follow(save, snapshot, torn)
             if save.wait == "captured":
-                snapshot.wait_free()
+                course_of(snapshot).wait_free()
             elif save.wait == "committed":
-                snapshot.wait_ended()
+                course_of(snapshot).wait_ended()
         if life.end == "leave":
             os._exit(0)
     told.end()

@@ -28,6 +28,7 @@ from datastates.errors import (
     ThreadStartError,
 )
 from datastates.providers import HostTensorProvider
+from datastates.saving.course import Course
 
 # --- ending
 
@@ -335,16 +336,15 @@ def test_two_are_in_flight_and_a_third_waits(tmp_path: Path) -> None:
 
 def test_the_wait_for_room_counts_as_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    wait_ended = ds.Snapshot.wait_ended
+    wait_ended = Course.wait_ended
 
-    def wait(snapshot: ds.Snapshot) -> bool:
+    def wait(course: Course) -> None:
         begin = time.monotonic()
         time.sleep(0.1)  # longer than the rest of the call takes
-        ended = wait_ended(snapshot)
+        wait_ended(course)
         waited.append(time.monotonic() - begin)
-        return ended
 
-    monkeypatch.setattr(ds.Snapshot, "wait_ended", wait)
+    monkeypatch.setattr(Course, "wait_ended", wait)
     with held("sync", until=END), ds.Checkpointer(tmp_path, max_in_flight=1, **OPTIONS) as ckpt:
         first = ckpt.snapshot(providers(1), step=1)
         second = ckpt.snapshot(providers(2), step=2)

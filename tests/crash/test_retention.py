@@ -274,7 +274,7 @@ def test_a_damaged_revision_supersedes_nothing(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=1).wait_committed()
         second = ckpt.snapshot(providers(1), step=1)
-        second.wait_ended()
+        second.wait_committed()
         shutil.copytree(second.path, tmp_path / "step-00000001.r5")
         os.truncate(tmp_path / "step-00000001.r5" / "rank-00000.pt", 100)
     assert retention.outdated(tmp_path, None, None) == []

@@ -84,7 +84,7 @@ def test_what_a_callable_raises_is_logged_and_harms_nothing(tmp_path: Path, capl
 
 @pytest.mark.parametrize(
     ("last", "status"),
-    [("", 120), ("snapshot.wait_ended(); snapshot.exception()", 0), ("sys.exit(3)", 120)],
+    [("", 120), ("ckpt.wait(); snapshot.exception()", 0), ("sys.exit(3)", 120)],
     ids=["nobody asks", "somebody asks", "another status"],
 )
 def test_the_exit_status_tells_what_nobody_asked_for(last: str, status: int, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ elif "=" in wrong:
 try:
     first = ckpt.snapshot([state.fill(1), *([Broken(wrong)] if wrong == "shards" else [])], step=1)
     if wrong:
-        first.wait_ended()
+        ckpt.wait()
 except LookupError:
     pass
 WriteJob.torn = torn

@@ -16,7 +16,7 @@ def write(folder: Path, **states: object) -> None:
     files = TorchFiles(FileSettings(host_cache="8MiB", block="1MiB"))
     for name, state in states.items():
         suffix = ".bin" if name == "pytorch_model" else ".pt"
-        files.write(name, state, folder / f"{name}{suffix}", lambda *_: False).wait_ended()
+        files.write(name, state, folder / f"{name}{suffix}", lambda *_: False).wait_committed()
     files.close()
 
 

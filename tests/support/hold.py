@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from datastates import _native
 from datastates.executor.jobs import WriteJob
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.course import Course
 
 MINUTE = 60_000
 """Milliseconds; far longer than any test needs to see what it wants to see."""
 GATE = (WriteJob, "gate")
 """The wait of an optimizer, or of ``gate()``, for the capture."""
-END = (Snapshot, "wait_ended")
+END = (Course, "wait_ended")
 """The wait for the end of a snapshot, as in ``close()`` and ``restore()``."""
 
 

@@ -168,13 +168,12 @@ class Session:
 
     def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
         """Begin to save a staged state; errors of the save itself land on its snapshot. If it raises, decline."""
-        staged.snapshot.path = path
+        staged.course.path = path
         writer = copy.copy(self._writer)  # another save may set another directory before this one begins
         # emptied by the call: frames that live on must not keep the state alive
         begin = [partial(self._begin, staged, writer, path, planner, turn)]
 
-        self._engine.take_later(staged.snapshot, lambda: begin.pop()(), staged.give_up)
-        return staged.snapshot
+        return self._engine.take_later(staged.course, lambda: begin.pop()(), staged.give_up)
 
     def _begin(
         self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
@@ -183,7 +182,7 @@ class Session:
         if turn.taken.take() is None:
             error = CommitError("the call was interrupted")
             staged.give_up(error)
-            staged.snapshot.exception()  # told: the call has raised what interrupted it
+            staged.course.deliver()  # told: the call has raised what interrupted it
             raise error
         with turn, staged.capturing():
             writer.reset(path)

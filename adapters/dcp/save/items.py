@@ -139,8 +139,8 @@ def begin(
     """
     provider = ItemsProvider(plan, planner)
     collected = saver.collect([provider])
-    staged.snapshot.holds(collected.structure.nbytes)
-    running = saver.prepare(collected, staged.snapshot, ending)
+    staged.course.nbytes = collected.structure.nbytes
+    running = saver.prepare(collected, staged.course, ending)
     try:
         running.begin()
         running.job.wait_made()  # new_file() takes a name that no file has

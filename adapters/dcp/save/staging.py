@@ -18,7 +18,7 @@ from datastates._base.sizes import LARGE_RECORD
 from datastates._base.waiting import Flag
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.saving import gate
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.course import Course
 from datastates.state import arrays, dtensors
 from datastates.state import streams as array_streams
 from datastates.state import versions as array_versions
@@ -53,7 +53,7 @@ class Staged:
 
     Attributes:
         state_dict: The live tensors, where they are lazy, and copies of everything else.
-        snapshot: The future at which the gate waits; the save goes on with it.
+        course: The course of the snapshot, at which the gate waits; the save goes on with it.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Staged:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._streams = _side_streams(self._devices | {tensor.device for tensor in tensors})
-        self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in tensors), begin)
-        self.snapshot.attach(self.wait_begun, dict, list)
+        self.course = Course(step, sum(tensor.nbytes for tensor in tensors), begin)
+        self.course.attach(self.wait_begun, dict, list)
         if not owned:
-            gate.guard(self.snapshot, automatic=True)
-        self.snapshot.called()
+            gate.guard(self.course, automatic=True)
+        self.course.called()
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
         if isinstance(value, ShardedTensor):
@@ -144,7 +144,7 @@ class Staged:
 
     def check(self) -> None:
         """Raise TornSnapshotError if the state has changed since staging, or the error for which it was given up."""
-        if (error := self.snapshot.exception()) is not None:
+        if (error := self.course.deliver()) is not None:
             raise error  # the gate has been open since: the state may have changed
         versions, addresses = array_versions.witness([tensor for _, tensor in self._kept])
         changed = (versions != self._before[0]) | (addresses != self._before[1])
@@ -154,7 +154,7 @@ class Staged:
     def give_up(self, error: BaseException) -> None:
         """Fail the snapshot and open the gate, as nobody will capture the state."""
         if not self._begun.is_set():
-            self.snapshot.fail(error)
+            self.course.fail(error)
             self._end()
 
     def _end(self) -> None:
@@ -167,14 +167,14 @@ class Staged:
         """Whether its capture has begun or never will. Gives up if nobody is left to begin it."""
         if not self._begun.is_set():
             if os.getpid() != self._process:  # a forked child: only its parent can capture it
-                self.snapshot.abandon()
+                self.course.abandon()
                 self._end()
             with self._lock:
                 if not self._saver.is_alive() if self._saver is not None else time.monotonic() > self._latest:
                     text = "the save ended before its state was captured: nothing was written of it"
                     self.give_up(DatastatesError(text))
-                    self.snapshot.exception()  # the save reports an error of its own
-        return self._begun.is_set() or self.snapshot.failed
+                    self.course.deliver()  # the save reports an error of its own
+        return self._begun.is_set() or self.course.error is not None
 
     def wait_begun(self) -> None:
         """Wait until its capture has begun or never will."""
@@ -184,7 +184,7 @@ class Staged:
     def wait_free(self) -> None:
         """Wait until the state may change."""
         self.wait_begun()
-        self.snapshot.wait_free()
+        self.course.wait_free()
 
 
 class StagedStateDict(dict[str, Any]):
@@ -201,7 +201,7 @@ class StagedStateDict(dict[str, Any]):
             "copies it, such as torch's DefaultStager"
         )
         self._staged.give_up(error)
-        self._staged.snapshot.exception()  # it is reported by the raise
+        self._staged.course.deliver()  # it is reported by the raise
         raise error
 
 

@@ -231,7 +231,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         given, self._staged = self._staged, None
         # what was not staged stays as it is until this save returns, and needs no gate
         staged = given or Staged({}, self.lazy, owned=True)
-        snapshot = staged.snapshot
+        course = staged.course
         try:
             with staged.capturing() if given else contextlib.nullcontext():
                 staged.check()
@@ -241,13 +241,13 @@ class DataStatesStorageWriter(FileSystemWriter):
                     self._file_saver = Saver(self._executor, items.FRAMING)
                 running, file = items.begin(self._file_saver, plan, planner, ending, staged)
         except BaseException:
-            snapshot.exception()  # it is reported by the raise
+            course.deliver()  # it is reported by the raise
             raise
         running.run()
-        snapshot.wait_committed()
+        course.wait("committed")
         files.sync_directory(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(file.results(snapshot.report.file_nbytes))
+        written.set_result(file.results(course.file_nbytes))
         return written
 
     def new_file(self, plan: SavePlan) -> Path:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter
+from datastates.saving.snapshot import Snapshot
 from states import step
 
 WAYS = ["thread", "stager", "snapshot"]
@@ -35,7 +36,7 @@ class Save:
 
         def held(state_dict: dict[str, Any]) -> Any:
             staged = hold(state_dict)
-            self.snapshot = staged.snapshot
+            self.snapshot = Snapshot(staged.course)
             return staged
 
         writer.hold = held  # type: ignore[method-assign]

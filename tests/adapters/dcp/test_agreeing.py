@@ -84,7 +84,7 @@ def save(
         state = state_of(rank, plus)
         change(rank, state)
         snapshot = ours.async_save(state, path, storage_writer=writers[rank], planner=planner(rank))
-        snapshot._wait("committed", 30) if snapshot.exception() is None else None
+        snapshot.wait_committed(30) if snapshot.exception() is None else None
         return snapshot.exception()
 
     return [None if answer is None else answer for answer in together(RANKS, one)]

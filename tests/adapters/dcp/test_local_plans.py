@@ -165,7 +165,7 @@ def test_a_copy_says_of_itself_what_the_tensor_says(mesh: Any) -> None:
     staged = Staged({"d": sharded}, lambda *_: False)
     first, expected = plan(LocalPlans(), staged.state_dict)
     staged.give_up(DatastatesError("it was to be looked at only"))
-    assert staged.snapshot.exception() is not None
+    assert staged.course.deliver() is not None
     assert first == expected == plan(LocalPlans(), {"d": sharded})[1]
     assert first.items[0].index.offset == torch.Size((5, 0))
 
@@ -197,7 +197,7 @@ def test_a_plan_is_pickled_for_its_digest_once(tmp_path: Path, monkeypatch: pyte
     state, writer = {"w": torch.ones(30_000), "epoch": 1}, DataStatesStorageWriter(**SMALL)
     for number, planner in enumerate((DefaultSavePlanner, DefaultSavePlanner, Own, *[DefaultSavePlanner] * 3)):
         made = planner()
-        ours.async_save(state, tmp_path / str(number), storage_writer=writer, planner=made)._wait("committed", 30)
+        ours.async_save(state, tmp_path / str(number), storage_writer=writer, planner=made).wait_committed(30)
     writer.close()
     # the first plan, the other planner's, and the first planner's again
     assert len(digested) == 3
@@ -225,7 +225,7 @@ def test_ranks_that_keep_theirs_follow_one_that_does_not(
         state = {"rank": rank, f"of-{rank}": torch.full((30_000,), float(number)), "alike": torch.tensor(number)}
         if more and rank == 1:
             state["more"] = torch.full((5,), float(number))
-        ours.async_save(state, tmp_path / str(number), storage_writer=writers[rank])._wait("committed", 30)
+        ours.async_save(state, tmp_path / str(number), storage_writer=writers[rank]).wait_committed(30)
 
     for number, more in enumerate((False, False, True, True, False)):
         together(RANKS, lambda rank, number=number, more=more: save(rank, number, more=more))

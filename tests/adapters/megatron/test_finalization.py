@@ -125,7 +125,8 @@ say("worker", workers[rank()])
 if rank() == 1:
     os.kill(os.getpid(), 9)
 native.clear_faults()
-strategy.last.wait_ended()
+from datastates.saving.snapshot import course_of
+course_of(strategy.last).wait_ended()
 error = strategy.last.exception()
 assert "rank 1" in str(error), error
 assert not finished(directory / "1") and not (directory / "1" / ".metadata").exists()
@@ -147,12 +148,13 @@ os._exit(0)
 HOLDER = """
 import sys, time
 from datastates.adapters.megatron.async_request import token
+from datastates.saving.course import Course
 from datastates.saving.snapshot import Snapshot
 
-snapshot = Snapshot(0, 0, 0.0)
-print(token(snapshot), flush=True)
+course = Course(0, 0, 0.0)
+print(token(Snapshot(course)), flush=True)
 sys.stdin.readline()
-snapshot.reach("committed")
+course.reach("committed")
 sys.stdin.readline()
 """
 WAITER = """

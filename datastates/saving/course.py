@@ -1,0 +1,209 @@
+""":class:`Course`: what a snapshot has reached, why it failed, and who waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from datastates._base import workers
+from datastates._base.waiting import Bell
+from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
+from datastates.executor.timeline import TRAINING_THREAD, Span
+
+_log = logging.getLogger("datastates")
+
+_silent: set[Course] = set()
+"""Failed snapshots whose error has not been delivered to anybody."""
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    workers.finish()  # what exit functions have taken, and threads that outlived the main thread
+    for course in _silent:
+        _log.error("snapshot %d failed, and nobody asked: %s", course.step, course.error)
+    if _silent and sys.stderr is not None:
+        sys.stderr = cast("TextIO", _FailedStream(sys.stderr))
+
+
+class _FailedStream:
+    """Wraps standard error, and raises in the last flush, which the interpreter itself does at exit.
+
+    The process then ends with status 120. All exit functions still run, which ``os._exit`` would prevent.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys._getframe().f_back is None:  # only the interpreter calls it without a Python frame
+            raise OSError("a snapshot failed, and nobody asked")
+
+
+def _forget_frames(error: BaseException, *, log: bool) -> None:
+    """Drop the frames that an error passed through, because they hold the training state.
+
+    ``log``: first log the error with its traceback, unless it is an error of this package.
+    """
+    if log and not isinstance(error, DatastatesError):
+        _log.error("a snapshot failed", exc_info=error)
+    seen: set[int] = set()  # errors may form a cycle: one that was told to other ranks may cause its own context
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(error, DatastatesError):
+            link.__traceback__ = None
+        else:
+            traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+
+
+class Course:
+    """The course of one snapshot. The engine sets it; a :class:`~datastates.Snapshot` shows it to users. Thread-safe.
+
+    Attributes:
+        step: The step that the snapshot was taken at.
+        path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
+        nbytes: Bytes of the arrays; may be set later if they are not known at the start.
+        file_nbytes: Bytes of the container; 0 until it is persisted.
+        begin: When the user's call began, on the monotonic clock.
+        times: Seconds from then until each state that was reached.
+        figures: Returns the figures of the native core.
+    """
+
+    def __init__(self, step: int, nbytes: int, begin: float) -> None:
+        self.step = step
+        self.path = Path()
+        self.nbytes = nbytes
+        self.file_nbytes = 0
+        self.begin = begin
+        self.times: dict[str, float] = {}
+        self.figures: Callable[[], dict[str, Any]] = dict
+        self._changed = Bell()
+        self._failure: dict[str, BaseException] = {}  # of which setdefault() lets the first one win
+        self._delivered = False
+        self._native_spans: Callable[[], list[Span]] = list
+        self._spans: list[Span] = []
+        self._gate: Callable[[], None] = lambda: None
+        self._abandoned = False
+
+    # --- how far it is
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that made it fail; None if it has not failed."""
+        return self._failure.get("")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was committed, has failed, or was abandoned by a fork."""
+        return "committed" in self.times or self.error is not None or self._abandoned
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the state may change, because it is captured or has ended."""
+        return "captured" in self.times or self.ended
+
+    def deliver(self) -> BaseException | None:
+        """Its error, None if it has not failed. The error then counts as delivered."""
+        if (error := self.error) is not None:
+            self._delivered = True
+            _silent.discard(self)
+        return error
+
+    def undelivered(self) -> BaseException | None:
+        """Its error if it was not delivered yet, else None. The error then counts as delivered."""
+        return None if self._delivered else self.deliver()
+
+    def spans(self) -> list[Span]:
+        """The work so far."""
+        return [*self._spans, *self._native_spans()]
+
+    # --- waiting
+
+    def wait(self, state: str, timeout: float | None = None) -> None:
+        """Wait until a state is reached, as :meth:`~datastates.Snapshot.wait_captured` does."""
+        done = self._changed.wait_for(lambda: state in self.times or self.error or self._abandoned, timeout)
+        if state in self.times:
+            return
+        error = self.deliver()
+        if error is not None:
+            raise error
+        if self._abandoned:
+            raise SnapshotAbandonedError(f"snapshot {self.step} was begun before a fork, by the parent process")
+        if not done:
+            raise SnapshotTimeoutError(f"snapshot {self.step} was not {state} within {timeout} s")
+
+    def wait_free(self) -> None:
+        """Wait until the state may change, because it is captured or has ended. Never raises its error."""
+        self._changed.wait_for(lambda: self.is_free)
+
+    def wait_ended(self) -> None:
+        """Wait until it has ended, without raising its error."""
+        self._changed.wait_for(lambda: self.ended)
+
+    def pass_gate(self) -> None:
+        """Wait until the state may change by work that is enqueued from then on. Returns at once if it has ended."""
+        if self.is_free:
+            return
+        begin = time.monotonic()
+        gate = self._gate
+        gate()
+        while gate is not (gate := self._gate):  # it has been replaced in the meantime
+            gate()
+        self._spans.append(Span("gate", TRAINING_THREAD, begin, time.monotonic(), 0))
+
+    # --- what happens to it
+
+    def called(self) -> None:
+        """Record that the user's call returns now."""
+        self._spans.append(Span("stall", TRAINING_THREAD, self.begin, time.monotonic(), 0))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record when the work of a stage, on the engine's thread, begins and ends."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(name, "engine thread", begin, time.monotonic(), 0))
+
+    def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
+        """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""
+        self.file_nbytes = file_nbytes or self.file_nbytes
+        self.times[state] = (time.monotonic() if at is None else at) - self.begin
+        self._changed.ring()
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that made it fail. Of several errors, the first one is kept."""
+        _forget_frames(error, log=self.error is None)
+        if self._failure.setdefault("", error) is error:
+            _silent.add(self)
+        if self._delivered:  # meanwhile
+            _silent.discard(self)
+        self._changed.ring()
+
+    def abandon(self) -> None:
+        """Record, in a forked child, that only the parent can finish it."""
+        self._abandoned = True
+        self.detach({}, [])
+
+    def attach(
+        self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], spans: Callable[[], list[Span]]
+    ) -> None:
+        """Set how to wait at its gate, and where to get the native core's figures and spans."""
+        self._gate, self.figures, self._native_spans = gate, figures, spans
+
+    def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
+        """Keep the last figures and spans, and drop the rest: what has ended must not hold the state."""
+        self.attach(lambda: None, lambda: figures, lambda: spans)
