@@ -1,4 +1,4 @@
-"""Carries plans out: the interface to the native core, its jobs, the size of its host cache, its timeline."""
+"""Carries plans out: the interface to the native core, its jobs, the size of its host cache, and timelines of work."""
 
 from datastates.executor.executor import Executor
 from datastates.executor.jobs import ReadJob, WriteJob

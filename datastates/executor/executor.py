@@ -28,16 +28,16 @@ Exchange = _native.Exchange
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 FIRST_PEER = -2
-"""The device number that stands for the first peer in a read's destinations; that of the next one is lower by 1."""
+"""In a read's destinations, the device number that stands for the first peer. Each further peer's is lower by 1."""
 
 
 def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns = NO_RUNS) -> PreparedWrite:
-    """Hand a plan to the native core, for any number of snapshots.
+    """Translate the plan of a container into the native core's form, which serves any number of snapshots.
 
     Args:
-        plan: The plan.
-        literal: The bytes between the records' data, end to end.
-        runs: The stretches of sources to digest.
+        plan: The layout of the container.
+        literal: The file's bytes between the records' data, end to end.
+        runs: The stretches of the plan's sources to compute digests of.
 
     Raises:
         DatastatesError: The plan contradicts itself.
@@ -64,8 +64,8 @@ class Executor:
         """Begin with an empty host cache.
 
         Args:
-            settings: The settings.
-            host_cache: Limit of the host cache in bytes, of at least two blocks.
+            settings: How to read and write files: block size, queue depth, number of workers.
+            host_cache: Limit of the host cache in bytes; at least two blocks.
         """
         self.block = int(settings.block)
         self._options: dict[str, Any] = {
@@ -108,7 +108,7 @@ class Executor:
 
         Args:
             path: The container, which must not exist. It is created in the background; if that fails, the job fails.
-            prepared: The plan.
+            prepared: The container's plan, from :func:`prepare_write`.
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
@@ -127,11 +127,11 @@ class Executor:
 
         Args:
             path: The container.
-            plan: What to read.
+            plan: The ranges to read, and their destinations.
             dests: The memory of the plan's destinations. It must stay alive until the job is done.
             name_record: Gives the key of a record by its number, for errors.
-            ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
-            exchange: The peers that some destinations stand for.
+            ahead: A read-ahead of the same file. The job takes its extents over, and does not read them again.
+            exchange: Connections to other ranks of the host, where some destinations are peers.
         """
         job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead, exchange)
         return ReadJob(job, plan, name_record)
@@ -139,9 +139,10 @@ class Executor:
     def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:
         """Begin to read a file's extents into the host cache, before their destinations are known.
 
-        They stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must close
-        it. Extents in the page cache are not read. An error is not reported here: the extent is read again by the job.
-        Nothing is read if all read-aheads that are open together have more extents than half of the cache has blocks.
+        The extents stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must
+        close the result. Extents that are in the page cache are not read. An error is not reported here: the read job
+        reads the extent again. Nothing is read if the open read-aheads together would take more than half of the
+        cache's blocks.
 
         Args:
             path: The container.
@@ -152,12 +153,13 @@ class Executor:
     def begin_exchange(
         self, sockets: Sequence[socket.socket], rows: Sequence[tuple[Columns, Runs]], patience: float
     ) -> Exchange:
-        """Begin to receive what peers send.
+        """Begin to receive the rows that other ranks of the host, the peers, read for this one.
 
         Args:
-            sockets: A connection to each peer. The result takes them over.
-            rows: For each peer, what its parcel fills, in order: the memory of each run's destination, and the runs.
-            patience: Seconds after which a peer is given up that sends, or takes, nothing.
+            sockets: A connection to each peer. The result takes the connections over.
+            rows: For each peer, the places that its rows fill, in the order of sending: the memory of each run's
+                destination, and the runs.
+            patience: Seconds after which a peer is given up that neither sends nor takes a byte.
         """
         for one in sockets:
             one.setblocking(True)
@@ -177,7 +179,7 @@ class Executor:
 
     @property
     def most_ahead(self) -> int:
-        """Most extents to read ahead: four for each read in flight, in at most half of the host cache."""
+        """Largest number of extents to read ahead: four for each read in flight, in at most half of the host cache."""
         blocks: int = self._options["cache_bytes"] // self.block
         depth: int = self._options["queue_depth"]
         return min(4 * depth, blocks // 2)
@@ -188,7 +190,7 @@ class Executor:
         return self.block - 2 * PAGE
 
     def extent_for(self, nbytes: int) -> int:
-        """Longest extent for reading so many bytes: there are two for each read in flight, if these have 1 MiB."""
+        """Longest extent in bytes for reading ``nbytes``: half of a queue slot's share, but at least 1 MiB."""
         depth: int = self._options["queue_depth"]
         return min(self.extent_nbytes, max(nbytes // (2 * depth), 4 * CHUNK))
 
@@ -201,7 +203,7 @@ class Executor:
 
 
 def columns(buffers: Sequence[Buffer]) -> Columns:
-    """The buffers as columns for the native core: addresses, device numbers, stream handles."""
+    """Turn buffers into columns for the native core: addresses, device numbers, stream handles."""
     return (
         np.array([b.pointer for b in buffers], np.uint64),
         np.array([b.device for b in buffers], np.int32),

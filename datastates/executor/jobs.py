@@ -1,4 +1,4 @@
-"""What the executor has under way: jobs that write and read one file each."""
+"""The executor's jobs, each of which writes or reads one file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _track(stage: str, number: int) -> str:
 
 
 def timeline(job: WriteJob | _native.ReadJob) -> list[Span]:
-    """The spans of a job's work so far."""
+    """The spans of work that the native core has done for a job so far."""
     return [
         Span(stage, _track(stage, number), begin, end, nbytes) for stage, number, begin, end, nbytes in job.timeline()
     ]
@@ -64,12 +64,12 @@ class ReadJob:
         return self._job.wait(self._name_record, timeout)
 
     def stats(self) -> dict[str, Any]:
-        """What was read: bytes, bytes and seconds of each stage, the backend, and whether I/O was direct.
+        """Statistics of the read: bytes, bytes and seconds of each stage, the backend, and whether I/O was direct.
 
         ``bytes_needed`` counts each wanted byte of the file once, however many destinations it goes to. ``bytes_read``
         counts the bytes that system calls asked for. With direct I/O these include the whole pages around wanted bytes.
         Through the page cache they do not include what the kernel reads ahead. ``bytes_shared`` of them are not needed:
-        they lie between rows that are, and storage reads them once for all ranks of a host.
+        they lie between needed rows, and storage reads them once for all ranks of a host.
         """
         plan = self._plan
         return self._job.stats() | {
@@ -79,5 +79,5 @@ class ReadJob:
         }
 
     def timeline(self) -> list[Span]:
-        """The spans of its work so far, with the reads of a read-ahead that it has taken over."""
+        """The spans of the job's work so far, with the reads of a read-ahead that it has taken over."""
         return timeline(self._job)

@@ -9,11 +9,11 @@ from datastates.state import streams
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
-    """Make an executor.
+    """Make an executor with the host cache that the settings ask for.
 
     Args:
-        settings: The settings.
-        nbytes: Bytes of the state, if known. The host cache is then no larger than they need, but at least two blocks.
+        settings: Settings of I/O, with the size of the host cache.
+        nbytes: Bytes of the state, if known. The host cache is then no larger than the state, but at least two blocks.
     """
     cache = automatic_cache() if settings.host_cache == "auto" else settings.host_cache
     if nbytes is not None:
@@ -27,7 +27,7 @@ def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
 
 
 def prepare(executor: Executor, settings: IoSettings) -> None:
-    """Begin to allocate and page-lock the host cache, where CUDA is in use and the settings give a size."""
+    """Begin to allocate and page-lock the host cache, if CUDA is in use and the settings give a size."""
     device = streams.current_device()
     if device is not None and settings.host_cache != "auto":
         executor.prepare(device, settings.host_cache)

@@ -37,17 +37,20 @@ RESTORE_WAITS_FOR = {
     "digest": "",
     "objects": "",
 }
-"""The same for a restore. ``wait`` is the time in which the thread that called waits for the reads of all ranks."""
+"""The stages of a restore in order, as in :data:`WAITS_FOR`.
+
+In the stage ``wait``, the thread that called ``restore()`` waits for the reads of all ranks.
+"""
 TRAINING_THREAD = "training thread"
-"""The track of the thread that takes a snapshot or restores."""
+"""Name of the track of the thread that calls ``snapshot()`` or ``restore()``."""
 
 
 class Span(NamedTuple):
     """One piece of work.
 
     Attributes:
-        stage: Its stage, one of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`.
-        track: The thread, CUDA stream or slot of a ring that did it.
+        stage: Name of the stage: a key of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`.
+        track: Name of the thread, CUDA stream or slot of a ring that did the work.
         begin, end: Seconds on the monotonic clock.
         nbytes: Number of bytes processed; 0 where that does not apply.
     """
@@ -61,7 +64,7 @@ class Span(NamedTuple):
 
 @contextlib.contextmanager
 def recorded(spans: list[Span], stage: str) -> Iterator[None]:
-    """Add the time of the block to the spans, as work of the training thread without bytes."""
+    """Time a ``with`` block, and append a span of the training thread without bytes."""
     begin = time.monotonic()
     try:
         yield
@@ -74,10 +77,10 @@ class Stage:
     """The sum of one stage's spans.
 
     Attributes:
-        seconds: Time from its first begin to its last end.
-        busy_seconds: The part of that time in which at least one span was running.
+        seconds: Seconds from the begin of the first span to the end of the last one.
+        busy_seconds: The seconds of these in which at least one span was running.
         nbytes: Bytes of all spans.
-        waits_for: The stage that it waited for during the rest; empty if it waits for none.
+        waits_for: Name of the stage that this one waits for when it is not busy; empty if it waits for none.
     """
 
     seconds: float
@@ -87,17 +90,17 @@ class Stage:
 
     @property
     def waited_seconds(self) -> float:
-        """Time in which no span was running, between the first begin and the last end."""
+        """Seconds between the first begin and the last end in which no span was running."""
         return self.seconds - self.busy_seconds
 
     @property
     def gbps(self) -> float | None:
-        """10⁹ bytes per busy second; None for a stage without bytes or without busy time."""
+        """Rate in 10⁹ bytes per busy second; None for a stage without bytes or without busy time."""
         return self.nbytes / self.busy_seconds / 1e9 if self.nbytes and self.busy_seconds else None
 
 
 def stages(spans: Sequence[Span], waits_for: Mapping[str, str] = WAITS_FOR) -> dict[str, Stage]:
-    """The sum of each stage that has spans, in the order of the stages."""
+    """Sum up the spans of each stage; the result has the stages that have spans, in the order of ``waits_for``."""
     by_stage: dict[str, list[Span]] = {name: [] for name in waits_for}
     for span in spans:
         by_stage[span.stage].append(span)
@@ -123,8 +126,8 @@ def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str,
     Rows are ordered by their first span. Times are in microseconds.
 
     Args:
-        spans: The spans.
-        process: Number of the process that the rows belong to.
+        spans: Spans of work of one process.
+        process: Number of the process, under which the viewer shows the rows.
         name: Name of the process.
     """
     ordered = sorted(spans, key=lambda s: s.begin)

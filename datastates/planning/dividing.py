@@ -16,8 +16,10 @@ from datastates.planning.wanted import has_narrow_gaps
 from datastates.state.runs import Runs
 
 _MOVED = 8
-"""A share is cut where a chunk ends if that moves its border by at most this part of a record. Else two ranks read that
-chunk."""
+"""A border between two shares is moved to the end of a chunk if it moves by at most one part in so many of a record.
+
+Otherwise both ranks read the chunk.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +27,8 @@ class Rows:
     """The rows that a rank wants of one file. Each run lies within one record.
 
     Attributes:
-        record: The number of each run's record.
-        runs: The rows; their sources are file offsets.
+        record: Number of the record that each run lies in.
+        runs: The rows in bytes; their sources are file offsets.
     """
 
     record: I64
@@ -34,12 +36,15 @@ class Rows:
 
 
 Wishes = Mapping[str, Rows]
-"""What one rank wants, by file."""
+"""The rows that one rank wants, by file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one rank reads of a file for all: ranges from ``low`` to before ``high``, ascending and disjoint."""
+    """The ranges of a file that one rank reads for all ranks of the host, ascending and disjoint.
+
+    Range ``i`` has the file's bytes from ``low[i]`` to before ``high[i]``.
+    """
 
     low: I64
     high: I64
@@ -47,12 +52,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """What a rank wants of another one's share of a file.
+    """The rows of a file that one rank wants and another one reads in its share. The reader sends them in one message.
 
     Attributes:
-        which: The number of the run that each part is from.
+        which: Number of the wanted run that each part is cut from.
         parts: The parts of the runs, with the runs' dests.
-        begin: Offset of each part in what is sent. There its stretches lie end to end.
+        begin: Offset in the message of each part. The part's stretches lie there end to end.
     """
 
     which: I64
@@ -62,11 +67,11 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How ranks divide what they want.
+    """How the ranks of a host divide the rows that several of them want.
 
     Attributes:
-        records: By file, the records of which several ranks want rows. No others are divided.
-        shares: Each rank's shares, by file.
+        records: By file, the numbers of the records that are divided.
+        shares: For each rank, its share of each file.
     """
 
     records: dict[str, I64]
@@ -74,7 +79,7 @@ class Division:
 
 
 def encode(wishes: Wishes) -> bytes:
-    """The wishes as a message."""
+    """Encode the rows that a rank wants as a message to the other ranks; see :func:`decode`."""
     told = {}
     for file, rows in wishes.items():
         runs = rows.runs
@@ -84,7 +89,7 @@ def encode(wishes: Wishes) -> bytes:
 
 
 def decode(message: bytes) -> dict[str, Rows]:
-    """The wishes of a message; their runs have no dests."""
+    """Decode a message of :func:`encode`. The dests of the runs are not sent, and are 0."""
     result = {}
     for file, columns in unpack(message).items():
         record, source, length, count, step = (np.frombuffer(column, np.int64) for column in columns)
@@ -94,10 +99,14 @@ def decode(message: bytes) -> dict[str, Rows]:
 
 
 def divide(wishes: Sequence[Wishes]) -> Division:
-    """Divide the records of which several ranks want most rows, given what each rank wants.
+    """Divide the records whose rows several ranks want, and let each rank read a part.
 
-    Records that the same ranks want are laid end to end and cut into equal parts, between rows, and where a chunk ends
-    if that is near. So each rank reads few files, in order.
+    Records that the same ranks want are laid end to end and cut into equal parts, so each rank reads few files, in
+    order. A cut lies between two rows, and at the end of a chunk if that is near. A record stays undivided if that
+    would read too many unwanted bytes.
+
+    Args:
+        wishes: For each rank, the rows that it wants.
     """
     files = sorted({file for one in wishes for file in one})
     if not files:
@@ -117,14 +126,14 @@ def divide(wishes: Sequence[Wishes]) -> Division:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Records:
-    """The records of which ranks want rows, one column entry for each, in the order of files and offsets.
+    """The records that hold wanted rows, one column entry for each, in the order of files and offsets.
 
     Attributes:
-        file, record: The numbers of the file and of the record.
-        wants: For each rank, whether it wants rows of the record.
-        begin, size: File offset of the first wanted byte, and the distance from there to the end of the last one.
-        step: Shares may be cut at multiples of this from ``begin`` on.
-        dense: Whether little is read in vain if the record is divided.
+        file, record: Numbers of the record's file, and of the record in it.
+        wants: For each record and rank, whether the rank wants rows of the record.
+        begin, size: File offset of the first wanted byte, and the number of bytes from there to the end of the last.
+        step: Shares may be cut at multiples of so many bytes from ``begin`` on.
+        dense: Whether few unwanted bytes are read if the record is divided; see :func:`_is_dense`.
     """
 
     file: I64
@@ -137,7 +146,7 @@ class _Records:
 
     @classmethod
     def of(cls, wishes: Sequence[Wishes], files: Sequence[str]) -> _Records:
-        """Take what each rank wants, of at least one file."""
+        """Collect the records of the rows that each rank wants. ``files`` has the names of all files, at least one."""
         held = [(n, rank, one[file]) for n, file in enumerate(files) for rank, one in enumerate(wishes) if file in one]
         number, rank = (np.repeat([h[i] for h in held], [len(rows.record) for *_, rows in held]) for i in (0, 1))
         runs = Runs.joined([rows.runs for *_, rows in held])
@@ -154,7 +163,7 @@ class _Records:
         np.maximum.at(step, at, runs.source_step)
         size = end - begin
         step = np.where(step == least_step, step, size)  # rows of several kinds stay together
-        whole = np.lcm(step, CHUNK)  # bytes, in rows, after which a chunk ends with a row
+        whole = np.lcm(step, CHUNK)  # bytes after which a row and a chunk end together
         step = np.where(whole * _MOVED <= size, whole, step)
         return cls(file, record, wants, begin, size, step, _is_dense(runs, at, size))
 
@@ -163,20 +172,28 @@ class _Records:
 
 
 def _is_dense(runs: Runs, at: I64, size: I64) -> Bools:
-    """Marks records of which little is read in vain: half is wanted, or all gaps are narrow for a rank by itself.
+    """Mark records that are read with few unwanted bytes: half is wanted, or each rank's rows have narrow gaps.
 
-    ``at`` is the number of each run's record, and ``size`` the distance of the first from the last wanted byte of each.
+    Args:
+        runs: The rows that all ranks want.
+        at: Number of the record that each run lies in.
+        size: For each record, the number of bytes from its first to its last wanted byte.
     """
     order = np.lexsort((runs.length, runs.source, at))
     places = np.stack((at, runs.source, runs.length))[:, order]
-    first = order[np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0))]  # without those that ranks want alike
+    first = order[np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0))]  # each run once, of several ranks'
     wanted = np.bincount(at[first], runs.size[first], len(size))
     narrow = np.bincount(at, ~has_narrow_gaps(runs), len(size)) == 0
     return np.asarray((2 * wanted >= size) | narrow)
 
 
 def parcels(wishes: Wishes, share: Mapping[str, Share]) -> dict[str, Parcel]:
-    """The rows that one rank gets from another rank's share, by file. The files lie end to end in the message."""
+    """The rows that one rank wants and another one reads, by file. The files lie end to end in the reader's message.
+
+    Args:
+        wishes: The rows that the one rank wants.
+        share: The other rank's share of each file.
+    """
     result, sent = {}, 0
     for file in sorted(wishes.keys() & share.keys()):
         which, _, parts = cut(wishes[file].runs, share[file].low, share[file].high)
@@ -187,7 +204,11 @@ def parcels(wishes: Wishes, share: Mapping[str, Share]) -> dict[str, Parcel]:
 
 
 def _parts(members: I64, size: I64, step: I64) -> list[tuple[int, I64, I64]]:
-    """The parts of records of these sizes, laid end to end, that each member gets: from where to where in each."""
+    """Lay records of these sizes end to end, and cut them into equal parts at multiples of each record's ``step``.
+
+    Returns:
+        For each member, its number, and in each record the first byte of its part and one past the last.
+    """
     after = np.cumsum(size)
     bounds = [int(after[-1]) * n // len(members) for n in range(len(members) + 1)]
     edges = [np.clip(bound - (after - size), 0, size) for bound in bounds]

@@ -1,4 +1,4 @@
-"""Which of the ranks that hold the same part writes it. Each rank decides without communication. Pure function."""
+"""Chooses which one of the ranks that hold the same part writes it, without communication. Pure function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def owners(parts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[int]:
         sets.setdefault(tuple(sorted(replicas)), []).append(i)
     result = [0] * len(parts)
     for ranks, members in sets.items():
-        loads = [(0, rank) for rank in ranks]  # ascending, which is a heap
+        loads = [(0, rank) for rank in ranks]  # an ascending list is a heap
         for i in sorted(members, key=lambda i: (-parts[i][1], parts[i][0])):
             load, rank = loads[0]
             result[i] = rank

@@ -68,7 +68,7 @@ class DigestRuns:
         offset, length: Offset of the stretch in its source, and its length.
         run_length: Length of each of its runs.
         after: Bytes of the logical tensor that follow the first run.
-        step: Distance in the logical tensor from the beginning of one run to that of the next.
+        step: Distance in the logical tensor from the beginning of one run to the beginning of the next.
         digest: Number of the digest that the stretch contributes to.
     """
 
@@ -96,7 +96,7 @@ class Chunks:
         offset: File offset of each chunk.
         length: Length of each chunk.
         crc: CRC-32 of each chunk.
-        checked: Whether the checksums are known. They are not for files without an index of chunk checksums.
+        checked: Whether the checksums are known. A file without an index of chunk checksums has none.
     """
 
     record: I32
@@ -107,7 +107,7 @@ class Chunks:
 
 
 _PARTS = ("span", "piece", "check")
-"""What an extent has several of."""
+"""The columns of a :class:`ReadPlan` that have several entries for each extent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,24 +120,25 @@ class ReadPlan:
 
     Attributes:
         extent_offset, extent_length: The extents in the file, ascending.
-        extent_shared: 1 for each extent of which other ranks of the host probably want the rest. It is read through the
-            page cache.
+        extent_shared: 1 for each extent whose unwanted bytes are probably wanted by other ranks of the host. It is read
+            through the page cache.
         extent_span: Extent ``i`` has the spans from ``extent_span[i]`` to before ``extent_span[i + 1]``.
-        span_offset, span_length: Each span's first stretch, within its extent. What lies between stretches is not read.
+        span_offset, span_length: Each span's first stretch, within its extent. Bytes between stretches are not read.
         span_count, span_step: Number of the span's stretches, and the distance of their begins.
         extent_piece: Extent ``i`` has the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
         piece_dest: Destination of each piece.
         piece_dest_offset: Offset of the piece in its destination.
         piece_extent_offset: Offset of the piece in its extent.
-        piece_length: Length of each of its stretches. The offsets are those of the first.
-        piece_count: Number of its stretches.
-        piece_extent_step, piece_dest_step: Distances of their begins, in the extent and in the destination.
+        piece_length: Length of each of the piece's stretches. The two offsets belong to the first stretch.
+        piece_count: Number of the piece's stretches.
+        piece_extent_step, piece_dest_step: Distance from the begin of one stretch to the begin of the next, in the
+            extent and in the destination.
         extent_check: Extent ``i`` has the checks from ``extent_check[i]`` to before ``extent_check[i + 1]``.
         check_offset, check_length: Each checked chunk, within a span of its extent.
         check_crc: CRC-32 of the chunk.
         check_record: Record of the chunk, which the error names if the CRC-32 differs.
         extent_needed: Number of wanted bytes of each extent, each counted once.
-        extent_between: Number of bytes in narrow gaps between them that are read, too.
+        extent_between: Number of unwanted bytes of each extent that are read because they lie in narrow gaps.
         extent_unverified: Number of wanted bytes that no check covers.
         dest_nbytes: Length of each destination.
         unverified_dest: The destinations that get some bytes that no check covers, ascending.
@@ -177,7 +178,7 @@ class ReadPlan:
 
     @property
     def shared_nbytes(self) -> int:
-        """Number of bytes in narrow gaps between them that are read, too."""
+        """Number of unwanted bytes of the file that are read because they lie in narrow gaps."""
         return int(self.extent_between.sum())
 
     @property
@@ -186,7 +187,7 @@ class ReadPlan:
         return int(self.extent_unverified.sum())
 
     def part(self, first: int, last: int) -> ReadPlan:
-        """The plan of the extents from ``first`` to before ``last``, with all destinations."""
+        """A plan of the extents from ``first`` to before ``last`` alone, with all destinations."""
         columns: dict[str, Any] = {}
         for field in fields(self):
             of, _, what = field.name.partition("_")
@@ -202,5 +203,5 @@ class ReadPlan:
 
 
 def fields_of(plan: Any, *, but: Collection[str]) -> dict[str, Any]:
-    """The fields of a dataclass by name, as the native core takes them. It does not take those in ``but``."""
+    """The fields of a plan by name, as keyword arguments for the native core, without the fields named in ``but``."""
     return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in but}

@@ -19,12 +19,12 @@ frames between large records, less than 1.05 bytes are read for each wanted byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segments:
-    """What is read of a file, ascending: whole chunks, which are verified, and parts of others.
+    """The bytes of a file to read, ascending. A segment is a whole chunk, which is verified, or a part of a chunk.
 
     Attributes:
-        runs: The segments. Only the bytes in the gaps of one are not read.
-        chunk: The number of each segment's chunk.
-        verified: Whether it is a whole chunk that is verified.
+        runs: The segments in bytes; their sources are file offsets. Bytes between the stretches of a run are not read.
+        chunk: Number of the chunk that each segment lies in.
+        verified: Whether each segment is a whole chunk that is verified.
     """
 
     runs: Runs
@@ -65,29 +65,29 @@ def plan_read(
     extent_nbytes: int,
     spare_nbytes: int = 0,
 ) -> ReadPlan:
-    """Plan the reading of file ranges into destinations, and verify what costs few unwanted bytes.
+    """Plan the reading of file ranges into destinations, and verify chunks where that costs few unwanted bytes.
 
     A chunk can only be verified if all of it is read. The plan therefore has a budget of unwanted bytes: one byte
     for :data:`WASTE` wanted ones, but at least ``spare_nbytes``. If the budget suffices, every chunk with a wanted byte
     is read as a whole and verified. If not, the chunks with the largest wanted share are verified. Of the others only
-    the wanted bytes are read, and the plan counts them as unverified. What is left of the budget is used to read over
-    gaps of up to :data:`GAP`, shortest first. Frames between consecutive chunks that are read whole are always read
-    over, because a file of many small records consists largely of frames; they count against the budget.
+    the wanted bytes are read, and the plan counts them as unverified. The rest of the budget is used to read over gaps
+    of up to :data:`GAP`, shortest first. Frames between consecutive chunks that are read whole are always read over,
+    because a file of many small records consists largely of frames. Frames count against the budget.
 
-    Narrow gaps between the rows of a part of a matrix cost nothing of that budget, so that such a part is read in whole
-    chunks and verified. A gap is narrow if it is shorter than a page, which storage reads in any case, or no longer
-    than the stretches beside it. Extents of which more than one byte in :data:`WASTE` lies in such gaps are shared:
-    they are read through the page cache, so that storage reads them once for all ranks of a host.
+    Narrow gaps between the rows of a part of a matrix do not count against the budget. Such a part is therefore read in
+    whole chunks and verified. A gap is narrow if it is shorter than a page, which storage reads in any case, or no
+    longer than the stretches beside it. An extent is shared if more than one byte in :data:`WASTE` lies in narrow gaps.
+    Shared extents are read through the page cache: storage then reads them once for all ranks of a host.
 
-    Of chunks without checksums only the wanted bytes and narrow gaps are read. There the budget for other gaps is the
-    number of wanted bytes: the cost of many short stretches is their number.
+    Of chunks without checksums only the wanted bytes and narrow gaps are read. The budget for other gaps is then the
+    number of wanted bytes, because many short reads cost more than the bytes between them.
 
     A large record that can be read straight into its destination has extents of its own. Small stretches share an
     extent, even with gaps between them that are not read. The rows of a part of a matrix stay one range with a stride.
 
     Args:
-        wanted: The wanted ranges in bytes: their sources are file offsets, their dests offsets in their destinations.
-            Each lies within one record. They may overlap.
+        wanted: The wanted ranges in bytes. Sources are file offsets, dests are offsets in a destination. Each range
+            lies within one record. Ranges may overlap.
         dest: Number of the destination that each range goes to.
         dest_nbytes: Length of each destination in bytes.
         in_place: For each destination, 1 if the storage can be read straight into it.
@@ -152,12 +152,12 @@ def plan_read(
 def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int) -> ReadPlan:
     """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
 
-    They are not expected to begin on a page, so that extents hold many records.
+    Records get no extents of their own, so an extent may hold many records.
 
     Args:
         chunks: The file's first chunks.
         count: Largest number of extents.
-        complete: Whether these are all chunks of the file. If not, the last extent is left out, as it may be longer.
+        complete: Whether ``chunks`` are all of the file's. If not, the last extent is left out, as it may be longer.
         extent_nbytes: Longest extent in bytes; see :func:`plan_read`.
     """
     zero = np.zeros(len(chunks.offset) + 1, np.uint64)
@@ -178,9 +178,16 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int
 
 
 def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
-    """Choose what to read and what to verify; returns that, and how many more bytes may be read in vain.
+    """Choose the bytes to read and the chunks to verify.
 
-    ``whole`` says of each range whether its chunks must be verified at any cost.
+    Args:
+        ranges: The wanted ranges.
+        whole: For each range, 1 if its chunks must be verified at any cost.
+        chunks: The file's chunks.
+        spare_nbytes: Unwanted bytes that may be read in any case.
+
+    Returns:
+        The segments to read, and the number of unwanted bytes that may still be read.
     """
     wanted = np.flatnonzero(ranges.coverage() > 0)
     begin, end = ranges.chunk_begin[wanted], ranges.chunk_end[wanted]
@@ -199,19 +206,23 @@ def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int)
 
 
 def _lasts(starts: I64, count: int) -> I64:
-    """The last number of each run, given the first ones; ``count`` numbers in all."""
+    """The last number of each group of consecutive numbers below ``count``, given the first number of each group."""
     return np.append(starts[1:] - 1, count - 1)[: len(starts)]
 
 
 def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
-    """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
+    """Cut the ranges by extents, as :func:`cut` does, and order the parts by extent."""
     which, extent, piece = cut(ranges.runs, begin, end)
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
 
 
 def cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
-    """What each run has in each of some ascending ranges: the numbers of both, and the part of the run."""
+    """Cut runs by ascending ranges of the source, from ``begin`` to before ``end``.
+
+    Returns:
+        For each part: the number of its run, the number of its range, and the part itself.
+    """
     which, number = pairs(
         np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
     )
@@ -220,7 +231,17 @@ def cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
 
 
 def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int) -> tuple[np.ndarray, int]:
-    """Choose the chunks to verify with a budget of ``left`` unwanted bytes; also returns how many of them it costs."""
+    """Choose the chunks to verify with a budget of ``left`` unwanted bytes.
+
+    Args:
+        nbytes: Length of each chunk.
+        wanted: Number of wanted bytes of each chunk.
+        must: Whether each chunk must be verified at any cost.
+        left: The budget in bytes.
+
+    Returns:
+        Whether each chunk is verified, and the number of unwanted bytes that are read for it.
+    """
     wasted = nbytes - wanted
     verified = must | (wasted == 0)
     spent = int(wasted[verified].sum())
@@ -231,7 +252,7 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 
 
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
-    """Chunks that are not verified are cut down to what is wanted of them."""
+    """Replace each segment that is not verified by the wanted bytes in it."""
     kept, loose = every.verified, np.flatnonzero(~every.verified)
     _, number, parts = cut(wanted, every.begin[loose], every.end[loose])
     runs = Runs.joined([every.runs[kept], parts])
@@ -241,7 +262,7 @@ def _loosened(wanted: Runs, every: _Segments) -> _Segments:
 
 
 def _filled(segments: _Segments, left: int) -> tuple[_Segments, int]:
-    """Read over the gaps of segments, shortest first, up to ``left`` bytes; returns also what is left of these."""
+    """Read over the gaps of segments, shortest first, up to ``left`` bytes; also returns how many bytes remain."""
     runs = segments.runs
     gapped = np.flatnonzero(runs.has_gaps)
     if not len(gapped):
@@ -258,8 +279,8 @@ def _filled(segments: _Segments, left: int) -> tuple[_Segments, int]:
 def _bridges(segments: _Segments, ranges: Wanted, left: int) -> Bools:
     """Mark the gaps between segments to read over: all frames, then the shortest gaps up to ``left`` bytes in total.
 
-    A frame is the gap between two consecutive chunks that are both read whole. Where a segment has gaps itself, those
-    beside it stay.
+    A frame is the gap between two consecutive chunks that are both read whole. The gaps beside a segment that has gaps
+    itself are not read over.
     """
     begin, end, chunk = segments.begin, segments.end, segments.chunk
     single = segments.runs.count == 1
@@ -275,7 +296,15 @@ def _bridges(segments: _Segments, ranges: Wanted, left: int) -> Bools:
 
 
 def _extent_starts(segments: _Segments, record: I32, in_place: Bools, bridged: Bools, extent_nbytes: int) -> I64:
-    """Numbers of the segments that begin a new extent. ``record`` and ``in_place`` are of each segment."""
+    """Numbers of the segments that begin a new extent.
+
+    Args:
+        segments: The bytes to read.
+        record: Number of each segment's record.
+        in_place: For each segment, whether it is read straight into its destination.
+        bridged: For each gap between two segments, whether it is read over.
+        extent_nbytes: Longest extent in bytes.
+    """
     begin, nbytes = segments.begin, segments.runs.size
     if not len(begin):
         return np.zeros(0, np.int64)
@@ -289,7 +318,7 @@ def _extent_starts(segments: _Segments, record: I32, in_place: Bools, bridged: B
     small = np.bincount(span, np.where(segments.runs.count > 1, 0, nbytes)) < GAP
     gap = begin[1:] - segments.end[:-1]
     breaks |= np.append(True, (gap > GAP) | (~bridged & ~(small[span[1:]] & small[span[:-1]])))
-    # cut a run where the distance from its begin crosses a multiple of the longest extent less a chunk and a gap
+    # cut where the distance from the run's begin crosses a multiple of the longest extent less a chunk and a gap
     run = np.cumsum(breaks) - 1
     distance = begin - begin[breaks][run]
     slot = distance // (extent_nbytes - CHUNK - GAP)

@@ -17,11 +17,11 @@ from datastates.state.runs import Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRanges:
-    """What is wanted of one file. The other columns are those of :func:`~datastates.planning.read.plan_read`.
+    """The wanted ranges of one file. Other fields are arguments of :func:`~datastates.planning.read.plan_read`.
 
     Attributes:
-        nbytes: Length of the file.
-        shared: Whether other ranks of the host probably want what lies in narrow gaps.
+        nbytes: Length of the file in bytes.
+        shared: Whether other ranks of the host probably want the bytes in narrow gaps.
     """
 
     nbytes: int
@@ -35,14 +35,14 @@ class FileRanges:
 
 
 def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: int = 0) -> list[ReadPlan]:
-    """Plan each file as :func:`~datastates.planning.read.plan_read` does. They have the budget of bytes in common.
+    """Plan each file as :func:`~datastates.planning.read.plan_read` does, with one budget of unwanted bytes for all.
 
-    The files are laid one behind the other, planned as one, and cut again. They all have checksums, or none has.
+    The files are laid one behind the other, planned as one, and cut apart again. All must have checksums, or none.
 
     Args:
-        files: What is wanted of each file.
+        files: The wanted ranges of each file.
         extent_nbytes: Longest extent in bytes.
-        spare_nbytes: Unwanted bytes that may be read in any case of all files together.
+        spare_nbytes: Unwanted bytes that may be read in any case, of all files together.
     """
     if not files:
         return []
@@ -50,10 +50,10 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
         columns = fields_of(files[0], but=("nbytes", "shared"))
         plan = plan_read(**columns, extent_nbytes=extent_nbytes, spare_nbytes=spare_nbytes)
         return [replace(plan, extent_shared=plan.extent_shared * np.uint8(files[0].shared))]
-    begin = _begins([file.nbytes + GAP + 1 for file in files])  # so that nothing reaches over their borders
+    begin = _begins([file.nbytes + GAP + 1 for file in files])  # no extent reaches over a gap of this length
     first_dest = _begins([len(file.dest_nbytes) for file in files])
     first_record = _begins([int(file.chunks.record.max(initial=-1)) + 1 for file in files])
-    placed = list(zip(files, begin, first_dest, first_record, strict=False))  # without the ends
+    placed = list(zip(files, begin, first_dest, first_record, strict=False))  # the last entries are ends, without files
     chunks = Chunks(
         np.concatenate([f.chunks.record + np.int32(record) for f, _, _, record in placed]),
         np.concatenate([f.chunks.offset + np.uint64(at) for f, at, _, _ in placed]),
@@ -89,5 +89,5 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:
-    """The begins of items of these lengths that lie end to end, and the end of the last one."""
+    """Where each of some items of these lengths begins if they lie end to end, and then where the last one ends."""
     return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

@@ -1,4 +1,4 @@
-"""What a restore wants of a file, in columns. Pure functions."""
+"""The ranges of a file that a read wants, in columns. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ GAP = 64 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The wanted ranges of a file, ascending.
+    """The wanted ranges of a file, ascending. All numbers count bytes.
 
     Attributes:
-        runs: The ranges. Those with gaps share no byte of the file with others. Others lie in the gaps only within a
-            comb; see :func:`_in_combs`.
-        first, last: The numbers of the first chunk that each intersects, and of the one behind the last.
+        runs: The ranges. A range with gaps shares no byte of the file with others. Another range lies in its gaps only
+            if both belong to one comb; see :func:`_in_combs`.
+        first, last: For each range, the number of the first chunk that it intersects, and one past the last.
         chunk_begin, chunk_end: File offsets of each chunk.
-        union: What all ranges want together, each byte once.
-        fetched: The same with the bytes in narrow gaps.
+        union: All wanted bytes, each once.
+        fetched: All wanted bytes and the bytes in narrow gaps, each once.
     """
 
     runs: Runs
@@ -39,7 +39,7 @@ class Wanted:
 
     @classmethod
     def of(cls, runs: Runs, chunks: Chunks) -> Wanted:
-        """Take :func:`simplified` ranges of a file that has these chunks."""
+        """Describe :func:`simplified` ranges of a file that consists of these chunks."""
         chunk_begin = chunks.offset.astype(np.int64)
         chunk_end = chunk_begin + chunks.length.astype(np.int64)
         first = np.searchsorted(chunk_end, runs.source, side="right")
@@ -53,16 +53,16 @@ class Wanted:
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes that are wanted."""
+        """Number of wanted bytes, each counted once."""
         return int(self.union.size.sum())
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes in narrow gaps."""
+        """Number of bytes in narrow gaps between wanted bytes."""
         return int(self.fetched.size.sum()) - self.needed_nbytes
 
     def coverage(self, weight: I64 | int = 1) -> I64:
-        """For each chunk, the sum of the weights of the ranges that intersect it."""
+        """For each chunk, the sum of the weights of the ranges that intersect it. ``weight`` is each range's."""
         marks = np.zeros(len(self.chunk_begin) + 1, np.int64)
         np.add.at(marks, self.first, weight)
         np.add.at(marks, self.last, -weight)
@@ -70,14 +70,14 @@ class Wanted:
 
 
 def has_narrow_gaps(runs: Runs) -> Bools:
-    """Marks runs whose gaps are shorter than a page, or no longer than the stretches beside them."""
+    """Mark runs whose gaps are shorter than a page, or no longer than the stretches beside them."""
     return runs.has_gaps & (runs.source_step - runs.length <= np.maximum(PAGE - 1, runs.length))
 
 
 def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
-    """The ranges that are not empty, ascending, and their destinations.
+    """Drop empty ranges and sort the others by file offset; returns the destination of each, and the ranges.
 
-    A range with gaps becomes many unless it is a comb, or part of one.
+    A range with gaps is split into its stretches, unless it is a comb or a part of one.
     """
     kept = wanted.size > 0
     dest, runs = dest[kept], wanted[kept]
@@ -94,10 +94,11 @@ def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
 
 
 def _in_combs(runs: Runs) -> Bools:
-    """Marks those of ascending runs that make combs: each stretch begins where one of the run before ends, or is it.
+    """Mark the runs that make combs, among ascending runs.
 
-    Such are the columns of one matrix that go to several destinations. A comb's stretches are short, and so is what
-    lies between its rows. A run that no other reaches into is a comb of one.
+    A comb is a group of interleaved runs, such as columns of one matrix that go to several destinations. Each stretch
+    begins where a stretch of the run before ends, or is the same stretch. The stretches and the gaps between the rows
+    are short. A run that no other run reaches into may be a comb by itself.
     """
     begin, end, again = runs.source, runs.end, _again(runs)
     starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
@@ -111,7 +112,7 @@ def _in_combs(runs: Runs) -> Bools:
 
 
 def _joined(runs: Runs) -> Runs:
-    """Simplified ranges, and each comb as one of them."""
+    """Join the runs of each comb into one run, among :func:`simplified` ranges."""
     gapped = runs.has_gaps
     joins = gapped[1:] & gapped[:-1] & (runs.source[1:] < runs.end[:-1])
     if not joins.any():
@@ -121,13 +122,13 @@ def _joined(runs: Runs) -> Runs:
 
 
 def _again(runs: Runs) -> Bools:
-    """Marks runs with gaps that begin where the one before begins, and have stretches of the same length."""
+    """Mark runs with gaps that begin where the run before begins, and have stretches of the same length."""
     same = (runs.source[1:] == runs.source[:-1]) & (runs.length[1:] == runs.length[:-1])
     return np.append(False, same & runs.has_gaps[1:])[: len(runs)]
 
 
 def _union(runs: Runs, gapped: Bools) -> Runs:
-    """What ascending runs have together, each byte once; those that are not ``gapped`` have the bytes in their gaps."""
+    """All bytes of ascending runs, each once. A run not marked in ``gapped`` counts with the bytes in its gaps."""
     begin, end = parts.union(runs.source[~gapped], runs.end[~gapped])
     union = Runs.single(begin, begin, end - begin)
     if not gapped.any():
@@ -137,13 +138,13 @@ def _union(runs: Runs, gapped: Bools) -> Runs:
 
 
 def bytes_between(runs: Runs, low: I64, high: I64) -> I64:
-    """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
+    """For each range from ``low`` to before ``high``, how many bytes of disjoint, ascending runs lie in it."""
     before, end, gapped = np.cumsum(runs.size) - runs.size, runs.end, runs.has_gaps.any()
 
     def below(position: I64) -> I64:
         at = np.maximum(np.searchsorted(runs.source, position, side="right") - 1, 0)
         distance = np.maximum(np.minimum(position, end[at]) - runs.source[at], 0)
-        if not gapped:  # divisions take long
+        if not gapped:  # saves the divisions, which take long
             return before[at] + distance
         step, length = runs.source_step[at], runs.length[at]
         return before[at] + distance // step * length + np.minimum(distance % step, length)

@@ -14,7 +14,7 @@ from datastates.state.runs import pairs
 
 
 def file_order(source_nbytes: U64, eager: U8) -> I64:
-    """For each record of the file, the number of its source.
+    """Order the sources of a snapshot in the file: for each record of the file, the number of its source.
 
     Eager sources come first, so that ``snapshot()`` captures a prefix of the file. Within eager and lazy sources the
     largest come first, so that the copy engine is busy at once and small sources share the last extents.
@@ -127,7 +127,7 @@ def _plan(
 
 
 def _place(sizes: np.ndarray, alignment: np.ndarray, overhead: np.ndarray) -> np.ndarray:
-    """Offset of each record's data: after the previous record's data and descriptor and its own header, aligned.
+    """File offset of each record's data: aligned, after the previous record's data and descriptor and its own header.
 
     Within a run of records of equal alignment all offsets are multiples of it, so one cumulative sum gives them.
     """
