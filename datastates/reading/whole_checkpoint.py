@@ -268,10 +268,13 @@ class _Records(_Arrays):
         made = executor(sum(sizes))
         if self._into.device is not None:
             memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._into.device)
-        for record in range(len(sizes)):
+        waiting = 0  # summed here: what is queued is sorted each time that its bytes are asked for
+        for record, nbytes in enumerate(sizes):
             self.new.record(self._source, record, self._kinds.get(record, "numpy"))
-            if self.new.nbytes >= READ_AT_ONCE:
+            waiting += nbytes
+            if waiting >= READ_AT_ONCE:
                 self.new.start(made)
+                waiting = 0
         self.new.start(made)
 
 
