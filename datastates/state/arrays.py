@@ -25,10 +25,10 @@ from datastates.state.strides import is_dense, row_major, span
 def kind_of(value: Any) -> str | None:
     """``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"`` for an array that can be stored as plain memory, else None.
 
-    The result is None for sparse, quantized, nested and meta tensors, and for subclasses of tensors and arrays. So it
-    is for tracers and typed random keys of JAX, and for element types that are not in
-    :data:`datastates.state.dtypes.ALL`. Those are pickled. Two kinds of subclass are ``"torch"``: DTensors, of which
-    the local tensor is stored, and subclasses of ``torch.nn.Parameter`` that torch pickles as parameters.
+    A value with the result None is pickled. These are sparse, quantized, nested and meta tensors; subclasses of tensors
+    and arrays; JAX's tracers and typed random keys; and arrays of element types that are not in
+    :data:`datastates.state.dtypes.ALL`. Two kinds of subclass are ``"torch"``: DTensors, whose local tensor is stored,
+    and subclasses of ``torch.nn.Parameter`` that torch pickles as parameters.
     """
     torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -68,9 +68,17 @@ def _dtype(array: Any) -> dtypes.DType | None:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """An array as memory: its address, storage, shape and strides. For a DTensor, those of its local tensor.
+    """An array as memory; a DTensor as its local tensor.
 
-    ``array`` keeps the memory alive.
+    Attributes:
+        kind: The array's library, as :func:`kind_of` names it.
+        dtype: Element type.
+        shape: Elements along each dimension.
+        stride: Elements to step along each dimension.
+        pointer: Address of the first element.
+        storage: Address of the torch storage, which several views may share; for other arrays, the same as ``pointer``.
+        device: CUDA device number, or :data:`~datastates.state.shards.HOST`.
+        array: The array, or another object that keeps the memory alive.
     """
 
     kind: str
@@ -129,7 +137,7 @@ def _view(array: Any) -> _View:
 
 
 def _view_of_jax(array: Any, dtype: dtypes.DType) -> _View:
-    """The first box that this process holds of an array of JAX, or all of an array on one device."""
+    """View a JAX array on one device as memory, or else the first box of the array that this process holds."""
     owner, pointer, device = jax_arrays.memory(jax_arrays.held(array)[0][1])
     shape = tuple(owner.shape)
     stride = tuple(s // dtype.itemsize for s in owner.strides) if device == HOST else row_major(shape)
@@ -144,7 +152,7 @@ def _view_of(key: str, array: object) -> _View:
 
 
 def _compact(view: _View) -> _View:
-    """A contiguous copy of a view whose span is mostly other data."""
+    """Copy a view into contiguous memory, where most bytes of its span do not belong to it."""
     return _view(view.array.detach().contiguous() if view.kind == "torch" else view.array.copy(order="C"))
 
 
@@ -152,7 +160,7 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
     """Describe whole arrays as shards; arrays that share memory share a buffer.
 
     Views of one storage share a buffer if together they use at least half of the bytes between the first and the last.
-    Otherwise a view with many gaps is stored as a contiguous copy, so that the gaps are not saved.
+    Otherwise a view with many gaps is stored as a contiguous copy, without the gaps.
 
     Args:
         keys: Keys of the arrays within the provider.
@@ -191,9 +199,11 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
 
 
 def _held(key: str, array: Any, is_lazy: bool) -> list[tuple[str, Any, bool, Any, HeldPart | None]]:
-    """What this process holds of an array: key, array and whether it is lazy, then each piece of memory and its part.
+    """List the pieces of memory in which this process holds an array, each with the part of the array that it is.
 
-    The part is None for an array whose part only its mesh tells.
+    Returns:
+        For each piece: the key, the array, whether it is lazy, the piece, and its part. The part is None if it depends
+        on the meshes of all arrays; see :class:`datastates.state.dtensors.Meshes`.
     """
     if not jax_arrays.is_array(array):
         return [(key, array, is_lazy, array, None)]
@@ -273,9 +283,9 @@ def array_shard(
         lazy: Whether it stays unchanged until the snapshot is captured. By default only arrays of JAX, parameters, and
             tensors whose memory torch alone can write are lazy: not NumPy's or CuPy's, nor a tensor that shares its
             memory with these, with a file or with another process.
-        global_shape: Shape of the logical tensor, in elements, of which the array is a part.
+        global_shape: Shape in elements of the logical tensor, if the array is a part of one.
         offset: With ``global_shape``: the index in the logical tensor at which the array, a box, begins.
-        flat: With ``global_shape``, in the place of ``offset``: first and one past the last element of the flattened
+        flat: With ``global_shape``, instead of ``offset``: first and one past the last element of the flattened
             logical tensor that a one-dimensional array holds.
         replicas: The ranks that hold the same part with the same contents, this rank among them.
 
@@ -299,8 +309,12 @@ def array_shard(
 def destination(key: str, array: Any, meshes: dtensors.Meshes | None = None) -> Shard:
     """Describe a live array to restore into, or this rank's part of a DTensor; the shard's buffer is no copy.
 
-    The buffer is None where the array's elements do not fill their memory exactly. ``meshes`` are those of the array
-    if they are known.
+    The buffer is None where the array's elements do not fill their memory exactly.
+
+    Args:
+        key: Key of the array within its provider.
+        array: The live array.
+        meshes: The device meshes of the array, if they are already collected.
     """
     view = _view_of(key, array)
     if view.kind == "jax":  # whole, however many boxes it has: it is only compared, and never written
@@ -344,7 +358,7 @@ class Destinations(Described):
         return self._keys
 
     def array(self, i: int) -> Shard:
-        """Describe the array of that number."""
+        """Describe the array number ``i``, from 0, as a shard to restore into."""
         value = self.values[i]
         mesh = id(dtensors.mesh_of(value))
         if mesh not in self._meshes:
@@ -353,13 +367,13 @@ class Destinations(Described):
 
 
 def fits(ref: ArrayRef, array: Any) -> bool:
-    """Whether a live array has the element type and the shape of a stored one; a DTensor by its global shape."""
+    """Whether a live array has the element type and shape of a stored one. For a DTensor the global shape counts."""
     dtype = _dtype(array)
     return dtype is not None and (dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
 
 
 def flaw(shard: Shard) -> str | None:
-    """Why a shard does not describe its live array, to follow its key in a message; None if it does."""
+    """Say how a shard contradicts its live array, to follow the key in a message; None if it does not."""
     array: Any = dtensors.local(shard.source)
     if kind_of(array) is None:
         return f"is no array that can be restored in place: {type(array).__name__}"
@@ -379,7 +393,7 @@ def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
 
 
 def memory(array: Any) -> Buffer:
-    """The memory of a new contiguous array of torch, on any device, or of NumPy."""
+    """Describe the memory of a new contiguous array: a torch tensor on any device, or a NumPy array."""
     if kind_of(array) != "torch":
         return Buffer(array.ctypes.data, array.nbytes, owner=array)
     device = array.device.index if array.is_cuda else HOST
@@ -387,5 +401,5 @@ def memory(array: Any) -> Buffer:
 
 
 def address(array: Any) -> int:
-    """Address of an array's first element."""
+    """Address of an array's first element; of a DTensor, of its local tensor's."""
     return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)

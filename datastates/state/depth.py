@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 DEEPEST = 1000
-"""Levels of nested containers that are allowed for. ``torch.save`` takes 496 with Python's default recursion limit."""
+"""Levels of nested containers that can be pickled. ``torch.save`` takes 496 with Python's default recursion limit."""
 _CALLS_A_LEVEL = 8
 
 _lock = threading.Lock()

@@ -32,7 +32,7 @@ def mesh_of(value: Any) -> Any:
 
 
 def is_parameter(dtensor: Any) -> bool:
-    """Whether a DTensor is a parameter; making it one does not change its class."""
+    """Whether a DTensor is a ``torch.nn.Parameter``. Its class does not tell: a flag does."""
     return bool(getattr(dtensor, "_is_param", False))
 
 
@@ -47,15 +47,18 @@ def local(value: Any) -> Any:
 class Meshes:
     """The device meshes of the DTensors of one state, and which ranks hold the same parts.
 
-    The ranks of a mesh run the same program, which allows two assumptions. All ranks of the meshes hold a plain array
-    in a state with DTensors. As nothing keeps it the same there, the lowest rank's counts. If the mesh of a DTensor is
-    one slice of a wider mesh, the other slices hold the same tensor; an example are parameters without tensor
-    parallelism among parameters with it. Each rank derives the answer without communication, and all ranks get the
-    same one.
+    The ranks of a mesh run the same program, which allows two assumptions:
+
+    - All ranks of the meshes hold each plain array of a state with DTensors. Nothing keeps the copies equal, so the
+      array of the lowest rank is saved.
+    - If the mesh of a DTensor is one slice of a wider mesh, the other slices hold the same tensor. An example are
+      parameters without tensor parallelism among parameters with it.
+
+    Each rank derives the answer without communication, and all ranks get the same one.
     """
 
     def __init__(self, values: Sequence[object]) -> None:
-        """Collect the meshes of those values that are DTensors."""
+        """Collect the meshes of the DTensors among the values."""
         found = {id(mesh): mesh for mesh in map(mesh_of, values) if mesh is not None}
         self._ranks: dict[int, I64] = {i: np.array(mesh.mesh.tolist(), np.int64) for i, mesh in found.items()}
         self.ranks = replicas(rank for ranks in self._ranks.values() for rank in ranks.ravel().tolist())
@@ -84,7 +87,7 @@ class Meshes:
         mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            return HeldPart(shape, None, (0, 0))  # ranks outside of the mesh hold an empty vector
+            return HeldPart(shape, None, (0, 0))  # a rank outside of the mesh holds an empty vector
         _refuse_what_is_no_box(key, value, coordinate)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -103,13 +106,13 @@ class Meshes:
                     f"{key!r} is a DTensor split over a mesh dimension along which ranks do not ascend, {mesh}: "
                     "torch does not say for certain which rank holds which part"
                 )
-        # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
+        # a mesh dimension that splits the tensor: only this coordinate has the part; others: all coordinates have it
         along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
         alike = ranks[tuple(along)]
         return HeldPart(shape, tuple(offset), None, replicas(np.ravel(self._in_all_slices(ranks, alike)).tolist()))
 
     def _in_all_slices(self, mesh: I64, alike: I64) -> I64:
-        """Ranks of one mesh, with the ranks at the same positions in the other slices of the widest mesh around it."""
+        """Extend ranks of one mesh by the ranks at the same positions in other slices of the widest mesh around it."""
         around = [wide for wide in self._ranks.values() if wide.size > mesh.size and np.isin(mesh, wide).all()]
         if not around:
             return alike
@@ -117,7 +120,7 @@ class Meshes:
         at = np.argwhere(np.isin(wide, mesh))
         along = [d for d in range(wide.ndim) if len(set(at[:, d].tolist())) > 1]
         if math.prod(wide.shape[d] for d in along) != mesh.size:
-            return alike  # the ranks belong to the wider mesh, but are no slice of it
+            return alike  # the mesh's ranks belong to the wider mesh, but are no slice of it
         slices: I64 = np.moveaxis(wide, along, range(len(along))).reshape(mesh.size, -1)
         return slices[np.isin(slices, alike).any(axis=1)]
 
@@ -157,13 +160,13 @@ def _refuse_what_is_no_box(key: str, dtensor: Any, coordinate: Sequence[int]) ->
 
 
 def stretches(size: int, splits: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """The indices of a dimension that a rank holds, as maximal stretches: first index and one past the last.
+    """The indices of one dimension that a rank holds, as stretches as long as possible: first index, one past the last.
 
     Args:
         size: Length of the dimension.
-        splits: For each mesh dimension that splits it, in order: the number of chunks, the number of the rank's chunk,
-            and the split factor of ``_StridedShard``. What earlier splits left is first cut into as many pieces
-            as the factor says, and the rank gets its chunk of each piece.
+        splits: For each mesh dimension that splits it, in order: how many chunks, which chunk is the rank's, and the
+            split factor of ``_StridedShard``. The rest after earlier splits is first cut into as many pieces as the
+            factor says, and the rank gets its chunk of each piece.
     """
     held = [(0, size)]
     for count, at, factor in splits:
@@ -178,7 +181,7 @@ def stretches(size: int, splits: Sequence[tuple[int, int, int]]) -> list[tuple[i
 
 
 def _chunk(held: Sequence[tuple[int, int]], count: int, at: int) -> list[tuple[int, int]]:
-    """One of ``count`` chunks of some stretches laid end to end, cut as ``torch.chunk`` does."""
+    """Cut stretches that lie end to end into ``count`` chunks, as ``torch.chunk`` does; returns chunk number ``at``."""
     length = -(-sum(end - begin for begin, end in held) // count)
     low, high = at * length, (at + 1) * length
     cut = []
@@ -195,7 +198,7 @@ def _chunk(held: Sequence[tuple[int, int]], count: int, at: int) -> list[tuple[i
 
 
 def unwrap(values: Sequence[Any], classes: set[type]) -> list[Any]:
-    """The values, with each DTensor replaced by its local tensor; ``classes`` are the DTensors' classes."""
+    """Replace each DTensor by its local tensor, and keep other values; ``classes`` are the DTensors' classes."""
     tensors = [v._local_tensor if type(v) in classes else v for v in values]
     if any(hasattr(t, "wait") for t in set(map(type, tensors))):
         return list(map(local, values))
@@ -211,9 +214,11 @@ def versions(values: Sequence[Any], classes: set[type]) -> list[int]:
 
 
 def specs(values: Sequence[Any], classes: set[type]) -> list[object]:
-    """What tells apart DTensors over the same local tensor: their specs (None for other values), then parameter flags.
+    """List the properties in which DTensors over the same local tensor may differ. The list keeps no tensor alive.
 
-    The result keeps no tensor alive.
+    Returns:
+        First the spec of each value, None if it is no DTensor. Then for each value whether it is a DTensor that is a
+        parameter.
     """
     found = [v._spec if type(v) in classes else None for v in values]
     return [*found, *(type(v) in classes and getattr(v, "_is_param", False) for v in values)]

@@ -1,4 +1,4 @@
-"""The element types that a container can hold: torch's by their torch names, then those that only ml_dtypes has.
+"""The element types that a container can hold: first torch's, by their torch names, then others of ml_dtypes.
 
 ``code`` numbers are part of the file format (``docs/format.md``): append, never renumber.
 """
@@ -14,13 +14,13 @@ class DType:
 
     Attributes:
         code: Its number in a container's index.
-        name: torch's name for it, without the ``torch.`` prefix; for a type that torch lacks, that of ml_dtypes.
+        name: torch's name for it, without the ``torch.`` prefix; for a type that torch lacks, ml_dtypes' name.
         itemsize: Bytes of an element.
         storage: torch's legacy storage class, used in ``data.pkl``. None for the newer types, which torch writes as an
             untyped storage and a dtype.
         numpy: NumPy's type string, or the name of a type of ml_dtypes. None where neither has the type.
-        in_torch: Whether torch has tensors of the type. In ``data.pkl`` the others are ``uint8``: their bytes as they
-            are.
+        in_torch: Whether torch has tensors of the type. In ``data.pkl`` an array of another type is its bytes, as
+            ``uint8``.
     """
 
     code: int
@@ -59,7 +59,7 @@ ALL = (
     DType(24, "bits1x8", 1, None, None),
     DType(25, "bits2x4", 1, None, None),
     DType(26, "bits4x2", 1, None, None),
-    # ml_dtypes' arrays have a byte for each element of these, however few bits that has
+    # an element of these types takes a byte in ml_dtypes' arrays, although it has fewer bits
     DType(27, "int4", 1, None, "int4", False),
     DType(28, "uint4", 1, None, "uint4", False),
     DType(29, "int2", 1, None, "int2", False),
@@ -77,5 +77,5 @@ TORCH = {d.name for d in ALL if d.in_torch}
 
 
 def pickled(dtype: DType) -> DType:
-    """The type that an array of a type has in ``data.pkl``, which ``torch.load`` reads."""
+    """The element type under which ``data.pkl`` has an array of ``dtype``: ``uint8`` if torch lacks the type."""
     return dtype if dtype.in_torch else BY_NAME["uint8"]

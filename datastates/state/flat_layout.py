@@ -11,7 +11,7 @@ Name: TypeAlias = str | int
 """A parameter's name, or its number in ``Optimizer.state_dict()``."""
 
 Parameters: TypeAlias = Iterable[tuple[Name, Sequence[int]]]
-"""Names and logical shapes, in the order of the concatenation."""
+"""Names and logical shapes of parameters, in the order of the concatenation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class FlatLayout:
         """All parameters laid end to end, padded at the end, and cut into one equal partition for each rank.
 
         Hand-written ZeRO-1 loops do this. DeepSpeed ZeRO-1 and ZeRO-2 do it for each parameter group, with an
-        ``alignment`` of 2; there, the order is that of the flat buffer, which ``round_robin_gradients`` changes.
+        ``alignment`` of 2. DeepSpeed's order is the order of its flat buffer, which ``round_robin_gradients`` changes.
 
         Args:
             parameters: Names and logical shapes, in the order of the concatenation.
             rank: This rank's number among the ranks that share the parameters.
-            world_size: The number of those ranks.
+            world_size: The number of ranks that share the parameters.
             alignment: The length of a partition is a multiple of this, in elements.
 
         Returns:
@@ -118,7 +118,7 @@ class FlatLayout:
         Args:
             parameters: Names and logical shapes, in the order of the concatenation.
             rank: This rank's number among the ranks that share the parameters.
-            world_size: The number of those ranks.
+            world_size: The number of ranks that share the parameters.
 
         Returns:
             The layout of this rank's partitions.
@@ -144,7 +144,7 @@ class FlatLayout:
         return tuple(piece.name for piece in self.slices if piece.begin == 0)
 
     def runs(self) -> list[tuple[int, int, list[Slice]]]:
-        """The ranges of the flat tensor without padding: begin, end in elements, and the slices in each."""
+        """The ranges of the flat tensor that hold parameters: begin and end in elements, and the slices in each."""
         found: list[tuple[int, int, list[Slice]]] = []
         for piece in self.slices:
             end = piece.at + piece.end - piece.begin

@@ -1,4 +1,4 @@
-"""Describing arrays that are new at every snapshot, as those of JAX: only their addresses change."""
+"""Describing arrays that are new at every snapshot, as JAX's are: only their addresses change."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from datastates.state import dtypes, jax_arrays
 from datastates.state.shards import HOST, Shard, Shards
 
 _NOTHING = np.empty(0)
-"""Stands for an array without elements in this process, whose memory is not looked at."""
+"""Stands for the memory of an array that has no elements in this process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renewed:
-    """A description of arrays in host memory. It has no arrays, so it keeps no memory alive.
+    """A description of one snapshot's arrays in host memory, for the next snapshot. It keeps no memory alive.
 
     Attributes:
         kinds: The class of each array.
-        forms: For each array, what else its description depends on, apart from addresses.
-        numbers: For each array, the boxes among its addressable shards; None for an array in one piece.
+        forms: Shape, element type and sharding of each array; None as the sharding of a NumPy array.
+        numbers: For each array, which of its addressable shards are its boxes; None for an array in one piece.
         counts: The number of shards that describe each array.
         strides: The strides of each shard's memory, in bytes.
-        layout: The shards.
+        layout: The shards, without arrays.
     """
 
     kinds: list[type]
@@ -37,11 +37,11 @@ class Renewed:
 
     @classmethod
     def of(cls, values: Sequence[Any], shards: Sequence[Shard]) -> Renewed | None:
-        """What :func:`datastates.state.arrays.shards_of` found out, for :meth:`again`.
+        """Remember the shards by which :func:`datastates.state.arrays.shards_of` described the values.
 
         Returns:
-            None if an array is neither of JAX nor of NumPy, or lies in device memory. None, too, if a shard has gaps
-            or shares its buffer with others.
+            The description, or None if it could not be used again: an array is neither of JAX nor of NumPy, or lies in
+            device memory, or a shard has gaps or shares its buffer with others.
         """
         if not all(type(value) is np.ndarray or jax_arrays.is_array(value) for value in values):
             return None
@@ -59,7 +59,7 @@ class Renewed:
         return cls(kinds, forms, numbers, counts, strides, tuple(layout))
 
     def again(self, values: Sequence[Any]) -> Shards | None:
-        """The arrays as shards, once they are computed; None if the description does not hold for them."""
+        """Describe the next snapshot's arrays as shards, once they are computed; None if their form has changed."""
         if list(map(type, values)) != self.kinds or list(map(_form, values)) != self.forms:
             return None
         if any(jax_arrays.is_gone(value) for value in values if type(value) is not np.ndarray):
@@ -85,7 +85,7 @@ def _numbers(value: Any) -> list[int] | None:
 
 
 def _memory(values: Sequence[Any], numbers: Sequence[list[int] | None]) -> list[np.ndarray[Any, Any]]:
-    """The memory of each shard, which is a reference that XLA respects."""
+    """View the memory of each shard by NumPy. XLA does not reuse the memory while a view is held."""
     found: list[np.ndarray[Any, Any]] = []
     for value, boxes in zip(values, numbers, strict=True):
         if boxes is None:

@@ -21,7 +21,7 @@ from datastates.state.shards import HOST
 
 Box = tuple[slice, ...]
 XLA_ALIGNMENT = 64
-"""Alignment in bytes from which on arrays of the CPU may lie in memory that XLA did not allocate."""
+"""Alignment in bytes that memory needs to serve XLA's CPU client as an array without a copy."""
 
 
 def is_array(value: object) -> bool:
@@ -33,7 +33,7 @@ def is_array(value: object) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value is an array of typed random keys, as ``jax.random.key`` makes them, or describes one."""
+    """Whether a value is an array of typed random keys, as ``jax.random.key`` makes them, or a description of one."""
     jax: Any = loaded("jax")
     if jax is None or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return False
@@ -77,9 +77,9 @@ def held(array: Any) -> list[tuple[HeldPart, Any]]:
 
 
 def boxes(array: Any) -> list[int]:
-    """Which of an array's addressable shards are its boxes: each once, in ascending order of where they begin.
+    """Numbers of the addressable shards that hold an array's boxes: one for each box, in the order of their begins.
 
-    Arrays of one sharding and shape have the same.
+    The numbers depend on the array's sharding and shape alone.
     """
     first: dict[tuple[int, ...], int] = {}
     for number, shard in enumerate(array.addressable_shards):
@@ -88,13 +88,13 @@ def boxes(array: Any) -> list[int]:
 
 
 def origin(box: Box) -> tuple[int, ...]:
-    """The index that a box begins at."""
+    """The index of an array at which a box begins, along each dimension."""
     return tuple(part.start or 0 for part in box)
 
 
 @functools.lru_cache(maxsize=4096)  # the arrays of a state have few shardings and shapes
 def holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """For each box of an array, by where it begins: the processes that hold it; empty if it is only one."""
+    """For each box of an array, by the index at which it begins, the processes that hold it; empty if only one does."""
     found: dict[tuple[int, ...], set[int]] = {}
     for device, box in sharding.devices_indices_map(shape).items():
         found.setdefault(origin(box), set()).add(device.process_index)
@@ -102,13 +102,14 @@ def holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tupl
 
 
 def memory(data: Any) -> tuple[Any, int, int]:
-    """The memory of an array on one device, once it is computed: what keeps it alive, its address, and its device.
+    """Look up the memory of an array on one device, once it is computed.
 
-    Arrays on other devices than the CPU and GPUs of CUDA, and those whose elements are packed or lie in another order
-    than NumPy's, are copied to host memory.
+    The array is copied to host memory if it is on a device other than the CPU and CUDA's GPUs, or if its elements are
+    packed or in another order than NumPy's.
 
     Returns:
-        An array with shape, and strides if it is in host memory; the address; the CUDA device or :data:`HOST`.
+        An object that keeps the memory alive, with the array's shape, and with its strides if it is in host memory; the
+        address; the CUDA device number or :data:`HOST`.
     """
     device = next(iter(data.devices()))
     if device.platform != "cpu" and _is_plain(data, device):
@@ -119,7 +120,7 @@ def memory(data: Any) -> tuple[Any, int, int]:
 
 
 def _is_plain(data: Any, device: Any) -> bool:
-    """Whether an array lies in CUDA memory as NumPy would lay it out."""
+    """Whether an array lies in CUDA memory, in row-major order and with whole bytes for each element, as in NumPy."""
     if "cuda" not in device.client.platform_version.lower() or data.sharding.memory_kind not in (None, "device"):
         return False
     order = data.format.layout.major_to_minor
@@ -128,7 +129,7 @@ def _is_plain(data: Any, device: Any) -> bool:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array is one of JAX's CPU backend."""
+    """Whether an array of JAX lies on its CPU backend."""
     return _is_of_host(array.sharding)
 
 
@@ -143,9 +144,9 @@ def is_gone(array: Any) -> bool:
 
 
 def why_not_placed(like: Any) -> str | None:
-    """Why the devices of an array like another one are not known, for a message; None if they are.
+    """Say why the devices for a new array like another one are unknown, for a message; None if they are known.
 
-    Under ``jax.set_mesh``, what describes arrays may have a sharding over the axes of a mesh alone.
+    Under ``jax.set_mesh``, the sharding of a ``jax.ShapeDtypeStruct`` may name the axes of a mesh only.
     """
     try:
         sharding = placed(like).sharding
@@ -157,7 +158,7 @@ def why_not_placed(like: Any) -> str | None:
 
 
 def placed(like: Any) -> Any:
-    """What describes an array, with the devices of the mesh that is set if its own sharding names only the axes."""
+    """Complete a description of an array: if its sharding names only axes, take the devices of the mesh that is set."""
     jax: Any = loaded("jax")
     if not isinstance(like, jax.ShapeDtypeStruct) or not _is_abstract(like.sharding):
         return like
@@ -191,7 +192,7 @@ def landings(like: Any) -> list[tuple[HeldPart, Any]]:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Host memory that XLA's CPU client takes over without a copy."""
+    """Allocate host memory that XLA's CPU client takes over without a copy; its contents are undefined."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     block = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
     begin = -block.ctypes.data % XLA_ALIGNMENT
@@ -200,7 +201,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape of each box that this process holds, by where the box begins."""
+    """The shape of each box that this process holds of an array, by the index at which the box begins."""
     found = {}
     for box in sharding.addressable_devices_indices_map(shape).values():
         found[origin(box)] = tuple(len(range(*part.indices(n))) for part, n in zip(box, shape, strict=True))
@@ -208,9 +209,9 @@ def _boxes(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple
 
 
 def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
-    """An array like another one, from the memory that :func:`landings` gave, which must not be used afterwards.
+    """Make an array like another one from the memory of :func:`landings`, which must not be used afterwards.
 
-    Its type is weak if that of the other one is: compiled functions tell the two apart.
+    The new array's type is weak if the other array's is: a compiled function has another trace for weak types.
     """
     made = _assembled(like, filled)
     return _weak(made) if getattr(like, "weak_type", False) else made
@@ -219,7 +220,7 @@ def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
 def _weak(array: Any) -> Any:
     """The array with a weak type, over the same memory."""
     boxes = [shard.data for shard in array.addressable_shards]
-    # not by setting the attribute, as unpickling does: a compiled function would still take its type for a strong one
+    # unpickling sets the attribute `weak_type` only: a compiled function would still take the type for a strong one
     return type(array)(array.aval.update(weak_type=True), array.sharding, boxes, committed=array.committed)
 
 
@@ -249,7 +250,7 @@ def made_type(like: Any) -> Any:
 
 
 def key_data(keys: Any) -> Any:
-    """The numbers that an array of typed random keys consists of; what describes such keys gives a description."""
+    """The array of numbers under typed random keys. For a description of keys, a description of that array."""
     jax: Any = loaded("jax")
     if isinstance(keys, jax.Array):
         return jax.random.key_data(keys)
@@ -258,7 +259,7 @@ def key_data(keys: Any) -> Any:
 
 
 def key_name(keys: Any) -> str:
-    """The name of the implementation of typed random keys."""
+    """Name of the random number generator of typed random keys, or of a description of keys: ``threefry2x32``."""
     jax: Any = loaded("jax")
     found: list[str] = []
 
@@ -266,11 +267,11 @@ def key_name(keys: Any) -> str:
         found.append(str(jax.random.key_impl(traced)))
         return traced
 
-    jax.eval_shape(note, keys)  # key_impl() takes no description
+    jax.eval_shape(note, keys)  # key_impl() itself takes no description of keys
     return found[0]
 
 
 def as_keys(data: Any, name: str) -> Any:
-    """Typed random keys of an implementation, from the numbers that they consist of."""
+    """Make typed random keys for the generator ``name`` from the array of numbers that :func:`key_data` gives."""
     jax: Any = loaded("jax")
     return jax.random.wrap_key_data(data, impl=name)

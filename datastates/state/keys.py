@@ -2,8 +2,8 @@
 
 A key is the path's components joined by ``/``. Strings are escaped like a JSON pointer (RFC 6901): ``~`` as ``~0``, and
 ``/`` as ``~1``. An integer, such as a list position or an optimizer's parameter number, is written in decimal. A
-*string* that looks like an integer gets the prefix ``~2``. The empty string is ``~4``, so that the empty key can mean
-the root. Any other dictionary key is its ``repr`` with the prefix ``~3``. For example, ``{0: a, "0": b}`` has the keys
+*string* that looks like an integer gets the prefix ``~2``. The empty string is ``~4``, because the empty key means the
+root. Any other dictionary key is its ``repr`` with the prefix ``~3``. For example, ``{0: a, "0": b}`` has the keys
 ``0`` and ``~20``.
 """
 
@@ -13,7 +13,7 @@ import re
 
 _INTEGER = re.compile(r"-?[0-9]+\Z")
 INNER = "~5"
-"""Prefix of the keys of arrays inside objects of other classes. No component of a path begins with it."""
+"""Prefix of the keys of arrays inside pickled objects, which are no containers. No path component begins with it."""
 
 
 def component(part: object) -> str:
@@ -30,7 +30,7 @@ def component(part: object) -> str:
 
 
 def parts(key: str) -> list[str | int]:
-    """Split a key into its components; raises ValueError for one that was neither a string nor an integer."""
+    """Split a key into its components; raises ValueError if a component was neither a string nor an integer."""
     result: list[str | int] = []
     for text in key.split("/"):
         if _INTEGER.match(text):
@@ -44,7 +44,7 @@ def parts(key: str) -> list[str | int]:
 
 
 def is_inner(key: str) -> bool:
-    """Whether an array lies inside an object of another class: such an array belongs to its object."""
+    """Whether a key belongs to an array inside a pickled object, which is no container."""
     return key.startswith(INNER) or f"/{INNER}" in key
 
 

@@ -19,7 +19,16 @@ from datastates.state.strides import span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """The last description. It has addresses but no arrays, so it keeps no memory alive."""
+    """A description of a provider's arrays at the last snapshot. It has addresses but keeps no memory alive.
+
+    Attributes:
+        keys: Keys of the arrays within the provider.
+        lazy: Whether each array is lazy.
+        places: Types, addresses and layouts of all tensors, encoded; see :class:`~datastates.state.tensor_scan.Look`.
+        specs: Properties of DTensors; see :func:`datastates.state.dtensors.specs`. None without DTensors.
+        streams: Library, device number and stream handle of all buffers, each combination once.
+        layout: The shards, without arrays.
+    """
 
     keys: Sequence[str]
     lazy: Sequence[bool]
@@ -29,7 +38,7 @@ class Known:
     layout: tuple[Shard, ...]
 
     def serves(self, keys: Sequence[str], lazy: Sequence[bool], seen: tensor_scan.Look) -> bool:
-        """Whether the description holds for these arrays, too."""
+        """Whether the description still holds for these keys and the tensors that ``seen`` was read from."""
         return (
             keys == self.keys
             and lazy == self.lazy
@@ -53,7 +62,7 @@ class Describer:
         self.known: Known | None = None
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
-        """The arrays as shards if the last description holds for them, else None."""
+        """Describe the arrays by the last snapshot's shards; None if keys, addresses or layouts have changed."""
         if self.known is None:
             return None
         seen = tensor_scan.look(values, known=self.known.places, memory=True)
@@ -62,7 +71,7 @@ class Describer:
         return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
-        """The arrays as shards; arguments and errors are those of :func:`datastates.state.arrays.shards_of`."""
+        """Describe the arrays as shards; takes and raises the same as :func:`datastates.state.arrays.shards_of`."""
         if (same := self.again(keys, values, lazy)) is not None:
             return same
         self.known = None
@@ -84,31 +93,34 @@ class Describer:
 
 
 class Knowledge:
-    """The knowledge of the last snapshot's providers by name, for new provider objects."""
+    """Keeps what the last snapshot's providers found out about the form of their states, for new provider objects.
+
+    It is kept by the providers' names; see :meth:`StateProvider.knowledge`.
+    """
 
     def __init__(self) -> None:
         """Begin without knowledge."""
         self._known: dict[str, tuple[type, object]] = {}
 
     def teach(self, providers: Sequence[StateProvider]) -> None:
-        """Hand it to those providers that have no knowledge of their own."""
+        """Hand each provider that has no knowledge of its own the knowledge kept for its name and class."""
         for provider in providers:
             kind, known = self._known.get(provider.name, (None, None))
             if kind is type(provider) and provider.knowledge() is None:
                 provider.learn(known)
 
     def take(self, providers: Sequence[StateProvider]) -> None:
-        """Replace it by the knowledge of these providers."""
+        """Keep the knowledge of these providers, and forget all other knowledge."""
         found = ((provider, provider.knowledge()) for provider in providers)
         self._known = {p.name: (type(p), known) for p, known in found if known is not None}
 
     def __bool__(self) -> bool:
-        """Whether there is any knowledge."""
+        """Whether the knowledge of any provider is kept."""
         return bool(self._known)
 
 
 def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:
-    """For each contiguous torch tensor with a storage of its own, a shard without the array; for others None."""
+    """Describe each contiguous torch tensor that shares no storage by a shard without the array; None for others."""
     seen = tensor_scan.layout(values)
     if seen is None:
         return [None] * len(values)
@@ -155,7 +167,7 @@ def _are_live(shards: Sequence[Shard]) -> bool:
         if shard.buffer is None or arrays.address(shard.source) != shard.buffer.pointer + shard.buffer_offset:
             return False
         if "complex" in str(shard.dtype):
-            return False  # it may be conjugated the next time, which `look` does not see
+            return False  # the tensor may be conjugated at the next snapshot, which `look` does not see
         members.setdefault(id(shard.buffer), (shard.buffer, []))[1].append(shard)
     for _, views in members.values():
         end = 0

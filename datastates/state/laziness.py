@@ -1,4 +1,4 @@
-"""Which arrays are lazy by default: those that change unseen by nothing but what waits for the gate."""
+"""Which arrays are lazy by default: every change of them waits for the gate, or is counted by torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def is_parameter(array: object) -> bool:
 
 
 def is_lazy_by_default(array: object) -> bool:
-    """Whether an array is lazy unless somebody says otherwise.
+    """Whether an array is lazy unless the user or the provider says otherwise.
 
-    Arrays of JAX on accelerators are, as they never change. Those on the CPU may be views of memory of NumPy or torch:
-    ``jax.device_put`` and DLPack do not copy there, and nothing tells which are copies. Parameters are, as a torch
-    optimizer's ``step()`` changes them, which waits for the gate. Other tensors are if torch alone can write their
-    memory: torch counts such changes, so a snapshot that they tear fails. All other arrays may change unseen.
+    - JAX's arrays on accelerators are lazy: they never change. JAX's arrays on the CPU are not: they may share memory
+      with NumPy or torch, because ``jax.device_put`` and DLPack do not copy there.
+    - Parameters are lazy: an optimizer's ``step()`` changes them, which waits for the gate.
+    - Other tensors are lazy if torch alone can write their memory. torch counts such writes, so a snapshot that they
+      tear fails.
+    - All other arrays may change unseen, so they are not lazy.
     """
     if not subclasses.is_tensor(array):
         return jax_arrays.is_array(array) and not jax_arrays.is_on_host(array)
@@ -30,10 +32,10 @@ def is_lazy_by_default(array: object) -> bool:
 
 
 def _is_shared(tensor: Any) -> bool:
-    """Whether others than torch in this process can write a tensor's memory: NumPy, CuPy, a file, another process."""
+    """Whether NumPy, CuPy, a file or another process can write a tensor's memory, besides torch in this process."""
     torch: Any = loaded("torch")
     if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    # torch fixes the size of memory that it was handed or has handed out, as by from_numpy(), numpy() and from_dlpack()
+    # torch cannot resize memory that it shares with others through from_numpy(), numpy() or from_dlpack()
     return not storage.resizable() or (tensor.is_cpu and storage.is_shared())

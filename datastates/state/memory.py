@@ -43,7 +43,7 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
     """View allocated bytes as an array.
 
     Args:
-        block: What :func:`allocate` returned.
+        block: Memory from :func:`allocate`.
         ref: The array's type, shape and strides.
         offset: Where the array begins in the block, in bytes.
 
@@ -65,7 +65,7 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
 
 
 def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """NumPy's ``as_strided``, also for the types of ml_dtypes, which it does not know; strides in bytes."""
+    """Do as NumPy's ``as_strided``, also for the types of ml_dtypes, which NumPy does not know; strides in bytes."""
     plain = array.view(np.dtype((np.void, array.itemsize)))
     return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
 
@@ -92,7 +92,7 @@ def nbytes_of(ref: ArrayRef) -> int:
 
 
 def empty(ref: ArrayRef, device: Any = None) -> Any:
-    """Allocate an array like a stored one; its contents are undefined. ``device`` is that of :func:`allocate`.
+    """Allocate an array like a stored one, in host memory or on the CUDA device ``device``; its contents are undefined.
 
     Raises:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
@@ -106,9 +106,9 @@ def fresh(ref: ArrayRef, like: Any = None, device: Any = None) -> Any:
 
     Args:
         ref: The stored array.
-        like: The live array that it belongs to. Where that is a DTensor of the same shape, so is the result. Where it
-            is another tensor, the result is on its device.
-        device: The device where there is no live tensor. Only CUDA devices count; the rest is host memory.
+        like: The live array that the new one replaces. If it is a DTensor of the same shape, the result is a DTensor
+            like it. If it is another tensor, the result is on its device.
+        device: The device if there is no live tensor. A device that is not CUDA's means host memory.
     """
     if dtensors.is_dtensor(like):
         if ref.shape == tuple(like.shape):
@@ -178,7 +178,7 @@ def convert(destination: Any, source: Any) -> None:
 
 
 def note_rewritten(values: Sequence[object]) -> None:
-    """Increment the version counters of the torch tensors among some values, which torch has not seen change."""
+    """Increment the version counters of the torch tensors among the values, after a write that torch did not see."""
     torch: Any = loaded("torch")
     for value in values:
         if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
@@ -186,9 +186,12 @@ def note_rewritten(values: Sequence[object]) -> None:
 
 
 def why_not_writable(shard: Shard, stride: Sequence[int] | None = None) -> str | None:
-    """Why an array cannot be restored in place, for a message; None if it can.
+    """Say why a live array cannot be restored in place, for a message; None if it can.
 
-    ``stride`` are the strides of the stored array. With these, elements that share memory are all stored as one.
+    Args:
+        shard: The live array.
+        stride: Strides of the stored array. Elements of the live array may share memory if the same elements of the
+            stored array do.
     """
     array: Any = shard.source
     if isinstance(array, np.ndarray) and not array.flags.writeable:

@@ -11,18 +11,21 @@ CONTAINERS = (dict, list, tuple)
 
 
 def items(container: Any) -> Iterable[tuple[Any, Any]]:
-    """The items of a dict by their keys, or those of a list or tuple by their numbers."""
+    """Iterate over the items of a container with their names: a dict's keys, or numbers in a list or tuple."""
     return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested dicts, lists and tuples, in their order. An empty container is a leaf, too.
 
-    A container that is there several times, or in itself, is looked into once.
+    A container that occurs several times, or inside itself, is looked into once.
 
     Args:
         value: The outermost container, or a leaf.
-        key: Its key; empty for the root.
+        key: Key of ``value``; empty for the root.
+
+    Yields:
+        The key and the value of each leaf.
     """
     left: list[tuple[str, Any]] = [(key, value)]
     seen: set[int] = set()
@@ -36,7 +39,7 @@ def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def with_items(old: tuple[Any, ...], new: list[Any]) -> Any:
-    """A tuple of the same class with as many other items; the old one if they are its own."""
+    """Make a tuple of the class of ``old`` with the items ``new``; returns ``old`` if it has the same items already."""
     if all(a is b for a, b in zip(old, new, strict=True)):
         return old
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint is read into: arrays of which library, and on which device."""
+"""The library and the device of the new arrays that a checkpoint is read into."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from datastates.state import memory
 from datastates.state.shards import ArrayRef
 
 Framework: TypeAlias = Literal["pt", "np"]
-"""The library of the arrays, by the names of ``safetensors.safe_open``: torch's or NumPy's."""
+"""The library of new arrays, named as in ``safetensors.safe_open``: ``"pt"`` for torch, ``"np"`` for NumPy."""
 Device: TypeAlias = Any
-"""A ``torch.device``, or what it takes: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or the number of a CUDA device."""
+"""A ``torch.device``, or its name or number: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or the number of a CUDA device."""
 _KINDS = {"pt": "torch", "np": "numpy"}
 
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """New memory for what is read.
+    """Chooses library and device of the new arrays that stored arrays are read into.
 
     Attributes:
-        framework: The library of all arrays. None: torch for those that came from torch, where it is installed, and
-            NumPy for all others.
+        framework: The library of all new arrays. None: torch for an array that torch saved, if torch is installed, and
+            NumPy for every other array.
         device: The CUDA device of torch's arrays; None for host memory.
     """
 
@@ -31,7 +31,7 @@ class Into:
 
     @classmethod
     def of(cls, framework: Framework | None, device: Device) -> Into:
-        """Check what the user gave.
+        """Check the framework and the device that the user gave.
 
         Raises:
             TypeError, ValueError: There is no such framework or device, or a device beside the CPU for NumPy's arrays.
@@ -52,19 +52,19 @@ class Into:
 
     @property
     def with_torch(self) -> bool:
-        """Whether torch may be imported to build what is read."""
+        """Whether torch may be imported to build arrays and objects."""
         return self.framework != "np"
 
     def kind(self, saved: str) -> str:
-        """The library of the array for one that was saved of a library."""
+        """The library of the new array for an array that was saved by the library ``saved``."""
         return saved if self.framework is None else _KINDS[self.framework]
 
     def allocate(self, saved: str, nbytes: int) -> Any:
-        """Allocate bytes for arrays that were saved of a library; see :func:`datastates.state.memory.allocate`."""
+        """Allocate bytes for arrays that the library ``saved`` saved; see :func:`datastates.state.memory.allocate`."""
         return memory.allocate(self.kind(saved), nbytes, self.device)
 
     def view(self, block: Any, ref: ArrayRef, offset: int) -> Any:
-        """View what :meth:`allocate` returned as an array; see :func:`datastates.state.memory.view`."""
+        """View memory of :meth:`allocate` as an array; see :func:`datastates.state.memory.view`."""
         return memory.view(block, self._of(ref), offset)
 
     def empty(self, ref: ArrayRef) -> Any:
@@ -77,18 +77,18 @@ class Into:
 
 
 AS_SAVED = Into()
-"""Host memory of the library that each array came from, if that is torch's or NumPy's."""
+"""New arrays in host memory: torch's for arrays that torch saved, if it is installed, and NumPy's for all others."""
 
 
 def _cuda_device(device: Device) -> Any | None:
-    """The CUDA device that is meant, with its number; None for host memory.
+    """Turn the device that the user gave into a CUDA device with a number; None for host memory.
 
     Args:
-        device: The device. ``"cuda"`` is torch's current one.
+        device: The device. ``"cuda"`` means torch's current CUDA device.
 
     Raises:
-        TypeError, ValueError: It is no device, or neither host memory nor a CUDA device of this process.
-        ImportError: It is not ``"cpu"``, and torch is not installed.
+        TypeError, ValueError: ``device`` is no device, or neither host memory nor a CUDA device of this process.
+        ImportError: ``device`` is not ``"cpu"``, and torch is not installed.
     """
     if isinstance(device, str) and device == "cpu":
         return None

@@ -34,7 +34,7 @@ class HeldPart(NamedTuple):
 
 
 def replicas(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Ranks that hold the same part, as a shard names them: ascending, each once; none if it is only one."""
+    """Write the ranks that hold the same part as a shard does: ascending, each once; empty if there is only one."""
     unique = tuple(sorted(set(ranks)))
     return unique if len(unique) > 1 else ()
 
@@ -66,23 +66,23 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of the part's elements."""
         return math.prod(self.shape)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all elements of the logical tensor."""
+        """Whether the part has all elements of the logical tensor."""
         return self.numel == math.prod(self.global_shape)
 
     @property
     def has_first(self) -> bool:
-        """Whether it has the logical tensor's first element."""
+        """Whether the part has the logical tensor's first element."""
         begin = self.offset if self.flat is None else self.flat[:1]
         return self.numel > 0 and not any(begin or ())
 
     @property
     def flaw(self) -> str | None:
-        """Why it is no part of its logical tensor, to follow its key in a message; None if it is one."""
+        """Why this is no part of the logical tensor, as the end of a message about the key; None if it is a part."""
         if (self.offset is None) == (self.flat is None):
             return "must have either an offset (a box) or a flat range"
         place = self.flat if self.flat is not None else self.offset or ()
@@ -100,7 +100,7 @@ class Part:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The position of its first element in the flattened logical tensor, and one past that of its last."""
+        """First and one past the last position of the part's elements in the flattened logical tensor."""
         if self.flat is not None:
             return self.flat
         if self.numel == 0:
@@ -123,7 +123,7 @@ class Part:
 
 
 def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """The indices at which the intersection of two boxes begins in each, and its size; None when there is none."""
+    """The intersection of two boxes: the index in each box at which it begins, and its size; None if it is empty."""
     assert source.offset is not None
     assert dest.offset is not None
     low = [max(a, b) for a, b in zip(source.offset, dest.offset, strict=True)]
@@ -134,9 +134,9 @@ def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, .
     return at, to, tuple(b - a for a, b in zip(low, high, strict=True))
 
 
-@functools.lru_cache(maxsize=1024)  # tensors of equal shapes are often cut alike
+@functools.lru_cache(maxsize=1024)  # tensors of equal shapes are often cut in the same way
 def _shared_spread(source: Part, dest: Part) -> _Spread | None:
-    """How the intersection of two boxes spreads over stretches that are contiguous in both; None when there is none."""
+    """Cut the intersection of two boxes into stretches that are contiguous in both; None if it is empty."""
     if (box := _shared_box(source, dest)) is None:
         return None
     at, to, size = box
@@ -151,11 +151,11 @@ def _shared_spread(source: Part, dest: Part) -> _Spread | None:
 
 
 def stretch(source: Part, dest: Part) -> tuple[int, int, int] | None:
-    """The elements that two parts share, if they are contiguous in both. Cheaper than :func:`intersect`.
+    """Find the elements that two parts share, if they are contiguous in both. Cheaper than :func:`intersect`.
 
     Returns:
-        Where they begin in the row-major order of each part, and their number, which may be 0. None if they are several
-        stretches, or if one part is a box and the other a flat range.
+        The position in each part's row-major order at which the shared elements begin, and their number, which may be
+        0. None if they are several stretches, or if one part is a box and the other a flat range.
 
     Raises:
         ValueError: The logical tensors have different shapes.
@@ -212,8 +212,9 @@ class Block:
 
     Attributes:
         size: Elements along each dimension.
-        source, dest: Where it begins in each part: an index if the part is a box, a position if it is a flat range.
-        steps: Distances of neighbouring elements along each dimension, in a part that is a flat range; empty where both
+        source, dest: Where the shared box begins in each part: an index if the part is a box, a position if the part is
+            a flat range.
+        steps: Distances of neighbouring elements along each dimension, in the part that is a flat range. Empty if both
             parts are boxes.
     """
 
@@ -307,7 +308,7 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
 
 
 def overlap(parts: Sequence[Part]) -> bool:
-    """Whether two of some parts of one tensor, boxes only or flat ranges only, have elements in common."""
+    """Whether any two of a tensor's parts have elements in common. All parts are boxes, or all are flat ranges."""
     filled = [part for part in parts if part.numel]
     if not filled:
         return False

@@ -11,25 +11,25 @@ from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
 Encoder: TypeAlias = Callable[[Callable[[ArrayLeaf], StoredArray]], bytes]
 """Finishes a serialization in the background, and returns bytes as :func:`datastates.dumps` writes them.
 
-Its argument is a function that says where an array shard of the provider is stored; ``dumps`` takes it as ``locate``.
+The argument is a function that says where an array shard of the provider is stored; ``dumps`` takes it as ``locate``.
 """
 
 
 class Saved(ABC):
-    """What a checkpoint holds for one provider; the argument of :meth:`StateProvider.destinations`.
+    """The arrays and objects that a checkpoint holds for one provider; passed to :meth:`StateProvider.destinations`.
 
-    Keys are those of shards within the provider. Used on the thread that calls ``restore()``.
+    Keys are keys of shards within the provider. Used on the thread that calls ``restore()``.
     """
 
     strict: bool
-    """Whether the caller of ``restore()`` refuses all differences. The engine raises the error for those reported."""
+    """Whether the caller of ``restore()`` refuses all differences. The engine raises the error for reported ones."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayRef]:
         """The stored arrays by key, each as its whole logical tensor.
 
-        In a checkpoint of several ranks, iteration and ``len`` cover the arrays of one rank: the one with this rank's
-        number or, if that has nothing of this provider, another one. A look-up by key finds the arrays of all ranks.
+        In a checkpoint of several ranks, iteration and ``len`` cover the arrays of one rank: the rank with this rank's
+        number or, if it saved nothing of this provider, another rank. A look-up by key finds the arrays of all ranks.
         """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Saved(ABC):
 
     @abstractmethod
     def restored_keys(self) -> Collection[str]:
-        """Keys of the destinations that have been restored, for :meth:`StateProvider.restore`. Unknown before."""
+        """Keys of the destinations that have been restored. Known only when :meth:`StateProvider.restore` is called."""
 
     @abstractmethod
     def structure(self, key: str) -> object:
@@ -77,19 +77,19 @@ class Saved(ABC):
 
     @abstractmethod
     def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
-        """What :meth:`structure` gives of an object of other ranks: of each that saved some of these arrays, in order.
+        """Read an object as :meth:`structure` does, from each other rank that saved one of the arrays, in order.
 
         Args:
-            key: The object's key. Ranks that have no such object are left out.
+            key: The object's key. Ranks without such an object are left out.
             arrays: Keys of stored arrays.
 
         Raises:
-            TrustError, CorruptError, FormatError: As :meth:`structure` does.
+            TrustError, CorruptError, FormatError: See :meth:`structure`.
         """
 
 
 class StateProvider(ABC):
-    """One piece of training state: what to save, and how to restore it.
+    """One piece of training state: describes the arrays and objects to save, and restores them.
 
     A subclass describes its shards in :meth:`shards`, and handles its objects in :meth:`serialize` and :meth:`restore`.
     ``datastates.testing.ProviderTests`` checks a subclass.
@@ -102,8 +102,8 @@ class StateProvider(ABC):
     """Whether the state belongs to the rank, not to the model. If so, each rank's state is stored under its number."""
 
     takes_parts: bool = False
-    """Whether ``restore(keys=...)`` may take some of its keys. The others are then no destinations, and
-    :meth:`restore` gets an :class:`ArrayRef` in the place of each value that is not selected."""
+    """Whether ``restore(keys=...)`` may select some of the provider's keys. Other keys are then no destinations, and
+    :meth:`restore` gets an :class:`ArrayRef` for each value that is not selected."""
 
     def __init__(self, name: str) -> None:
         """Name the provider.
@@ -132,9 +132,9 @@ class StateProvider(ABC):
         """
 
     def knowledge(self) -> object:
-        """What :meth:`shards` found out about the form of the state, for :meth:`learn`; None for nothing.
+        """Findings of :meth:`shards` about the form of the state, for :meth:`learn`; None if there are none.
 
-        The engine keeps it from one snapshot to the next. It must not hold arrays, nor anything that holds arrays.
+        The engine keeps them from one snapshot to the next. They must not hold arrays, nor anything that holds arrays.
         """
         return None
 
@@ -170,16 +170,16 @@ class StateProvider(ABC):
         raise NotImplementedError(f"{type(self).__name__} has object shards but no serialize()")
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The shards to restore into, given what the checkpoint holds; by default those of :meth:`shards`.
+        """Describe the shards to restore into; by default the shards of :meth:`shards`.
 
-        Override it where the destinations depend on what was saved, as for an optimizer that has no state yet. The
-        engine compares shapes and dtypes.
+        Override it if the destinations depend on the checkpoint, as for an optimizer that has no state yet. The engine
+        compares shapes and dtypes.
 
         Args:
-            saved: What the checkpoint holds. Differences in keys must be reported to it.
+            saved: The arrays and objects that the checkpoint holds. Differences in keys must be reported to it.
 
         Returns:
-            The shards, without those that the checkpoint does not hold.
+            The shards that the checkpoint holds.
         """
         shards = self.shards()
         known = {*saved.arrays(), *saved.objects()}
@@ -198,27 +198,27 @@ class StateProvider(ABC):
         raise NotImplementedError(f"{type(self).__name__} has object shards but no restore()")
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
-        """The arrays to restore where each is found by its name alone; by default those of :meth:`shards`.
+        """Describe the arrays to restore if each is found by its name alone; by default the arrays of :meth:`shards`.
 
-        So it is for a checkpoint of another format and under ``restore(rename=...)``. The provider must set
-        :attr:`takes_parts`. Its objects are then neither asked for nor restored.
+        Arrays are found by name in a checkpoint of another format, and under ``restore(rename=...)``. The provider must
+        set :attr:`takes_parts`. Its objects are then neither asked for nor restored.
 
         Args:
-            saved: What the checkpoint holds of the provider: arrays, and no objects. What is no shard, and so cannot be
-                restored, must be reported to it.
+            saved: The arrays that the checkpoint holds for the provider; it has no objects. Live values that are no
+                shard, and so cannot be restored, must be reported to it.
 
         Returns:
-            The shards, which are compared with the checkpoint by the engine. It may lack some of them.
+            The shards. The engine compares them with the checkpoint, which may lack some of them.
         """
         del saved
         return [shard for shard in self.shards() if not shard.is_object]
 
     def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
-        """Take the arrays that were restored by name; by default nothing, as live arrays are written in place.
+        """Take the arrays that were restored by name. By default it does nothing: live arrays are written in place.
 
         Args:
-            shards: Those of :meth:`arrays_by_name` that the checkpoint has, filled.
-            saved: As for :meth:`arrays_by_name`.
+            shards: The restored shards, of the shards that :meth:`arrays_by_name` returned.
+            saved: The same object as for :meth:`arrays_by_name`.
         """
         del shards, saved
 
@@ -246,8 +246,8 @@ def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:
 
 
 def stored_name(provider: StateProvider, rank: int, ranks: int) -> str:
-    """The name that a provider's state is stored under.
+    """The name under which a provider's state is stored.
 
-    State of a rank's own bears the rank's number where several ranks save.
+    If several ranks save, a provider that is ``per_rank`` gets the rank's number at the end: ``name@00003``.
     """
     return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name

@@ -25,12 +25,12 @@ Path = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaves:
-    """A tree taken apart.
+    """A tree taken apart into leaves. ``None`` is no leaf, as in JAX.
 
     Attributes:
-        paths: The way to each leaf. ``None`` in the place of a value is no leaf.
+        paths: The path to each leaf.
         values: The leaves.
-        rebuild: Makes a tree of the same containers around other leaves.
+        rebuild: Makes a tree of the same containers around other leaves, which it takes in the same order.
     """
 
     paths: list[Path]
@@ -39,7 +39,7 @@ class Leaves:
 
 
 def leaves_of(tree: object) -> Leaves:
-    """Take a tree apart: by JAX where that is imported, so that all classes are containers that are known to it."""
+    """Take a tree apart. If JAX is imported, JAX does it, and every class registered with JAX is a container."""
     jax: Any = loaded("jax")
     if jax is not None:
         pairs, form = jax.tree_util.tree_flatten_with_path(tree)
@@ -50,13 +50,14 @@ def leaves_of(tree: object) -> Leaves:
 
 
 def flatten(tree: object) -> tuple[list[Any], object] | None:
-    """The leaves of a tree in the order of :func:`leaves_of`, and its containers, which can be compared with others.
+    """Take a tree apart by JAX.
 
-    Of the containers, JAX compares the classes and what they say to be static. The paths are compared besides: a class
-    may name its children by them alone.
+    The form has JAX's description of the containers, which compares their classes and their static fields. It has the
+    paths, too: some classes name their children in the paths only.
 
     Returns:
-        None where JAX is not imported.
+        The leaves, in the order of :func:`leaves_of`, and the form, to compare with other trees' forms. None if JAX is
+        not imported.
     """
     jax: Any = loaded("jax")
     if jax is None:
@@ -66,7 +67,7 @@ def flatten(tree: object) -> tuple[list[Any], object] | None:
 
 
 def is_leaf(tree: object) -> bool:
-    """Whether a tree is one leaf."""
+    """Whether a value is a leaf, not a container."""
     return leaves_of(tree).paths == [()]
 
 
@@ -77,7 +78,7 @@ def _step(tree_util: Any, entry: Any) -> Step:
         return Step(entry.name, False)
     if isinstance(entry, (tree_util.DictKey, tree_util.FlattenedIndexKey)):
         return Step(entry.key, False)
-    return Step(str(entry), False)  # a class may have steps of a class of its own
+    return Step(str(entry), False)  # a class may name its children by keys of a class of its own
 
 
 def _walk(item: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -106,19 +107,21 @@ def _rebuilt(item: Any, values: Iterator[Any]) -> Any:
         return next(values)
     parts = [_rebuilt(child, values) for _, child in _children(item)]
     if isinstance(item, dict):
-        made = copy.copy(item)  # a class of its own may have more than items
+        made = copy.copy(item)  # a subclass of dict may have attributes besides its items
         made.update(zip(item, parts, strict=True))
         return made
     return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
 
 
 def key_of(path: Path) -> str:
-    """A path as a shard's key."""
+    """Write a path as a shard's key."""
     return reduce(keys.join, (step.part for step in path), "")
 
 
 def nested(paths: Sequence[Path], values: Sequence[object]) -> object:
-    """Leaves in plain dicts, and in lists where all steps of a container are positions; None for what is no leaf.
+    """Nest leaves in plain dicts, and in lists where all steps of a container are positions.
+
+    A position of a list at which there is no leaf holds None.
 
     Raises:
         ProviderError: Two leaves have one key, or a leaf is where another path leads through.
@@ -154,7 +157,7 @@ class _Node(dict[Any, Any]):
 
 
 def find(value: Any, path: Path) -> object:
-    """What a nested value has at a path; raises KeyError if it has nothing there."""
+    """Look up the value at a path inside a nested value; raises KeyError if there is none."""
     for step in path:
         try:
             value = value[step.part]

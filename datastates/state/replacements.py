@@ -1,4 +1,4 @@
-"""New memory for arrays that take the place of live ones, which are not written."""
+"""New memory for arrays that replace live ones, where a restore does not write the live arrays."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from datastates.state.shards import Shard
 
 
 def describes(value: object) -> bool:
-    """Whether a value describes an array without having contents: it is a ``jax.ShapeDtypeStruct``."""
+    """Whether a value is a ``jax.ShapeDtypeStruct``, which describes an array without contents."""
     jax: Any = loaded("jax")
     return jax is not None and isinstance(value, jax.ShapeDtypeStruct)
 
 
 def stand_in(like: Any) -> Any:
-    """A NumPy array of the type and shape that a value describes, of one element's memory."""
+    """Make a NumPy array with the element type and shape of ``like``. It takes the memory of one element."""
     return np.broadcast_to(np.zeros((), like.dtype), like.shape)
 
 
@@ -30,7 +30,7 @@ def _is_of_jax(like: object) -> bool:
 
 
 def why_not_made(like: Any) -> str | None:
-    """Why no new array like another one can be made, for a message; None if it can."""
+    """Say why no new array like ``like`` can be made, for a message; None if one can."""
     if not _is_of_jax(like):
         return None
     if (made := jax_arrays.made_type(like)) == like.dtype:
@@ -40,11 +40,11 @@ def why_not_made(like: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landing:
-    """Memory for what this process holds of an array, and the array that it becomes.
+    """New memory for an array that replaces a live one, for the parts that this process holds.
 
     Attributes:
-        like: The array, or what describes it.
-        parts: The parts to hold, each with contiguous memory.
+        like: The live array, or its ``jax.ShapeDtypeStruct``.
+        parts: The parts that this process holds of the array, each with contiguous memory.
     """
 
     like: Any
@@ -52,7 +52,7 @@ class Landing:
 
     @classmethod
     def of(cls, like: Any) -> Landing:
-        """Allocate memory; its contents are undefined. ``like`` is no DTensor: those are restored in place."""
+        """Allocate memory for an array like ``like``; its contents are undefined. DTensors are not supported."""
         if _is_of_jax(like):
             like = jax_arrays.placed(like)
             return cls(like, jax_arrays.landings(like))
@@ -61,16 +61,16 @@ class Landing:
 
     @classmethod
     def filled(cls, like: Any, shards: Sequence[Shard]) -> Landing:
-        """The memory again from what :meth:`shards` gave."""
+        """Make the object again from ``like`` and the shards of :meth:`shards`."""
         like = jax_arrays.placed(like) if describes(like) else like
         return cls(like, [(HeldPart(s.global_shape, s.offset, s.flat), s.source) for s in shards])
 
     def shards(self, key: str) -> list[Shard]:
-        """The destinations of a restore, all of one key."""
+        """Describe the memory as destinations of a restore: a shard for each part, all with the same key."""
         return [arrays.landing(key, part, memory) for part, memory in self.parts]
 
     def assemble(self) -> Any:
-        """The array, once the memory is filled: of the library, on the devices and with the sharding of ``like``."""
+        """Make the array from filled memory. It has the library, the devices and the sharding of ``like``."""
         if _is_of_jax(self.like):
             return jax_arrays.assemble(self.like, self.parts)
         ((_, array),) = self.parts

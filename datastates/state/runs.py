@@ -1,4 +1,4 @@
-"""Ranges with a stride: what two arrangements of the same elements share, in columns. Pure functions."""
+"""Ranges with a stride, which map positions in a source to positions in a destination. In columns. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from datastates._base.columns import I64, Bools
 class Runs:
     """Runs, one column entry for each. A run is ``count`` stretches of equal length, equally spaced in source and dest.
 
-    In one unit: elements or bytes. The stretches of a run do not overlap. The steps of a single stretch are its length.
+    All numbers count elements, or all count bytes. The stretches of a run do not overlap. A run of a single stretch has
+    its length as steps.
 
     Attributes:
         source, dest: Where each run begins in the source and in the destination.
-        length: Length of each of its stretches.
-        count: Number of its stretches.
-        source_step, dest_step: Distance from the begin of one stretch to that of the next.
+        length: Length of each of the run's stretches.
+        count: Number of the run's stretches.
+        source_step, dest_step: Distance from the begin of one stretch to the begin of the next.
     """
 
     source: I64
@@ -32,7 +33,7 @@ class Runs:
 
     @classmethod
     def single(cls, source: I64, dest: I64, length: I64) -> Runs:
-        """Runs of one stretch each."""
+        """Make runs of one stretch each."""
         return cls(source, dest, length, np.ones(len(length), np.int64), length, length)
 
     @classmethod
@@ -47,13 +48,19 @@ class Runs:
         return Runs(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def placed(self, unit: int, source: int, dest: int = 0) -> Runs:
-        """The same runs in another unit, ``unit`` of them for one, at other places."""
+        """The runs in a smaller unit, and moved. One old unit is ``unit`` new ones.
+
+        Args:
+            unit: New units in an old one, such as the bytes of an element.
+            source: Distance in new units by which the runs are moved in the source.
+            dest: Distance in new units by which the runs are moved in the destination.
+        """
         length, steps = self.length * unit, (self.source_step * unit, self.dest_step * unit)
         return Runs(self.source * unit + source, self.dest * unit + dest, length, self.count, *steps)
 
     @property
     def size(self) -> I64:
-        """What each run has in all its stretches."""
+        """Length of all stretches of each run together."""
         return self.length * self.count
 
     @property
@@ -63,23 +70,23 @@ class Runs:
 
     @property
     def has_gaps(self) -> Bools:
-        """Whether something lies between the stretches of each run in the source."""
+        """Whether each run has gaps between its stretches in the source."""
         return (self.count > 1) & (self.source_step > self.length)
 
     def stretches(self) -> tuple[I64, Runs]:
-        """Each stretch as a run of its own, and the number of the run that it is from."""
+        """Split the runs into stretches; returns the number of each stretch's run, and each stretch as a run."""
         which, number = pairs(0, self.count)
         source = self.source[which] + number * self.source_step[which]
         return which, Runs.single(source, self.dest[which] + number * self.dest_step[which], self.length[which])
 
     def regular(self) -> Runs:
-        """The same stretches, but ascending single ones that are equally long and spaced become one run."""
+        """Join ascending runs of one stretch each into runs of many, where they are equally long and equally spaced."""
         if len(self) < 2 or self.count.max() > 1:
             return self
         links = np.stack((np.diff(self.source), np.diff(self.dest)))
         valid = (self.length[1:] == self.length[:-1]) & (links >= self.length[:-1]).all(axis=0)
         change = (links[:, 1:] != links[:, :-1]).any(axis=0) & valid[1:] & valid[:-1]
-        # of links that all differ from the one before, every second one can begin a run
+        # where each distance differs from the one before, a run can begin at every second distance
         number = np.arange(len(valid))
         begins = np.maximum.accumulate(np.where(np.append(False, change)[: len(valid)], -1, number))
         first = np.flatnonzero(np.append(True, ~valid | ((number - begins) % 2 == 1)))
@@ -90,18 +97,20 @@ class Runs:
         return Runs(self.source[first], self.dest[first], length, count, source_step, dest_step)
 
     def within(self, low: I64, high: I64) -> tuple[I64, Runs]:
-        """What each run has in the source from ``low`` to before ``high``, and the number of the run that it is from.
+        """Cut each run to the range of the source from ``low`` to before ``high``, which must reach into the run.
 
-        The range must reach into the run. What it has is at most three runs: the rest of a stretch, whole stretches,
-        and the begin of a stretch.
+        At most three runs are left of each: the rest of a stretch, whole stretches, and the begin of a stretch.
+
+        Returns:
+            For each run that is left, the number of the run that it is cut from, and the run.
         """
         if (self.count == 1).all():
             begin: I64 = np.maximum(low, self.source)
             length: I64 = np.minimum(high, self.end) - begin
             return np.arange(len(self)), Runs.single(begin, self.dest + (begin - self.source), length)
         low, high, step = np.maximum(low - self.source, 0), high - self.source, self.source_step
-        first = -(-low // step)  # of the stretches that begin at `low` or later
-        last = np.clip((high - self.length) // step + 1, 0, self.count)  # the first one that ends behind `high`
+        first = -(-low // step)  # the first stretch that begins at `low` or later
+        last = np.clip((high - self.length) // step + 1, 0, self.count)  # the first stretch that ends behind `high`
         rest = low - (first - 1) * step
         zero, one = np.zeros_like(low), np.ones_like(low)
         candidates = (
@@ -120,10 +129,10 @@ class Runs:
         return np.concatenate(which), Runs.joined(found)
 
     def filled(self) -> tuple[I64, I64, I64]:
-        """The stretches of the destination that the runs fill, those of one run as one where they touch.
+        """The stretches of the destination that the runs fill. Touching stretches of one run count as one.
 
         Returns:
-            The number of each stretch's run, and where it begins and ends.
+            The number of each stretch's run, and where the stretch begins and ends.
         """
         touching = self.dest_step == self.length
         rest = np.flatnonzero(~touching)
@@ -136,15 +145,15 @@ class Runs:
 def spread(
     sizes: Sequence[int], source_steps: Sequence[int], dest_steps: Sequence[int], length: int, source: int, dest: int
 ) -> Runs:
-    """The runs that stretches of ``length`` make at all indices of an array of ``sizes``, row-major.
+    """Make runs of a grid of stretches: one stretch for each index of an array of ``sizes``, in row-major order.
 
     Args:
-        sizes: The sizes.
-        source_steps: Distances in the source of neighbouring stretches along each dimension.
-        dest_steps: The same in the destination.
+        sizes: Number of stretches along each dimension.
+        source_steps: Distance in the source of neighbouring stretches along each dimension.
+        dest_steps: Distance in the destination of neighbouring stretches along each dimension.
         length: Length of each stretch.
-        source: Where the first one begins in the source.
-        dest: Where it begins in the destination.
+        source: Where the first stretch begins in the source.
+        dest: Where the first stretch begins in the destination.
     """
     if not sizes:
         return Runs.single(np.array([source]), np.array([dest]), np.array([length]))

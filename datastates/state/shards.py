@@ -18,12 +18,12 @@ class ArrayLeaf:
     """An array inside an object that is being written.
 
     Attributes:
-        key: The key, within the provider, of the array shard that holds it.
+        key: The key, within the provider, of the array shard that holds the array.
         requires_grad: torch's flag.
-        parameter: Whether it is a ``torch.nn.Parameter``.
-        kind: Its class, if that is a subclass of tensors; else None.
-        attributes: The attributes that were set on it; None for none.
-        storage: The name of its class in torch, if it stands for a storage and is the bytes of that; else None.
+        parameter: Whether the array is a ``torch.nn.Parameter``.
+        kind: The array's class if it is a subclass of tensors, else None.
+        attributes: The attributes that were set on the array; None for none.
+        storage: For the bytes of a torch storage, the name of the storage's class; None for other arrays.
     """
 
     key: str
@@ -60,7 +60,7 @@ class StoredArray:
     def within(
         cls, record: int, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> StoredArray:
-        """An array that begins ``offset`` bytes into a record of ``nbytes``."""
+        """Describe an array that begins ``offset`` bytes into the record number ``record``, which has ``nbytes``."""
         itemsize = dtypes.BY_NAME[dtype].itemsize
         return cls(str(record), dtype, offset // itemsize, shape, stride, nbytes // itemsize)
 
@@ -76,14 +76,14 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A range of memory, which one record of the container stores. Shards that share it share the record.
+    """A range of memory, which one record of the container stores. Shards that share a buffer share its record.
 
     Attributes:
         pointer: Address of the first byte, on the host or on the device.
         nbytes: Length in bytes.
         device: CUDA device number, or :data:`HOST`.
         stream: Handle of the CUDA stream on which the contents were written; 0 is the legacy default stream. Copies
-            wait for the work that is on it. Unused for host memory.
+            wait for the work enqueued there. Unused for host memory.
         owner: An object that keeps the memory alive. A snapshot holds it until the memory is captured.
     """
 
@@ -95,12 +95,12 @@ class Buffer:
 
     @property
     def flaw(self) -> str | None:
-        """What is wrong with it, to follow a key in a message; None if nothing is."""
+        """The fault of the buffer, as the end of a message about a key; None if it has none."""
         return "has no memory: its storage was freed" if self.nbytes and not self.pointer else None
 
 
 EVERY_RANK = (-1,)
-"""In place of the numbers of all ranks that save together, which a provider need not know."""
+"""Stands in :attr:`Shard.replicas` for all ranks that save together. A provider need not know their numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,13 +125,13 @@ class Shard:
         global_shape: Shape of the logical tensor, in elements.
         offset: Index in the logical tensor at which the box begins; None for a flat range.
         flat: First and one past the last element of a flat range; None for a box.
-        replicas: The ranks that hold the same part, ascending, with this rank among them. One of them writes it. Empty
-            if no other rank holds it; :data:`EVERY_RANK` if all that save together do.
-        owner: The one of ``replicas`` that writes it. None: the lowest, if the shard is not lazy, since ranks may have
-            changed it differently; else the ranks share out what they hold with the same contents.
-        lazy: True if it stays unchanged until ``Snapshot.captured``. False if it may change at any time, for example in
-            the forward pass; ``snapshot()`` then copies it before it returns.
-        buffer: The memory that it lies in; None for an object.
+        replicas: The ranks that hold the same part, ascending, with this rank among them. One of them writes the part.
+            Empty if no other rank holds it; :data:`EVERY_RANK` if all ranks that save together hold it.
+        owner: The rank of ``replicas`` that writes the part. None: the lowest rank writes a shard that is not lazy,
+            because ranks may have changed it differently; the ranks share out lazy shards among them.
+        lazy: True if the shard stays unchanged until ``Snapshot.captured``. False if it may change at any time, for
+            example in the forward pass; ``snapshot()`` then copies it before it returns.
+        buffer: The memory that holds the array; None for an object.
         buffer_offset: Bytes from the beginning of the buffer to the first element, a multiple of the element size.
         source: The live array or object.
     """
@@ -168,7 +168,7 @@ class Shard:
 
 
 class Described(Sequence[Shard], ABC):
-    """Array shards that are made when they are asked for, and object shards after them."""
+    """A sequence of shards: array shards, each made when its item is read, and object shards after them."""
 
     def __init__(self, count: int, objects: Sequence[Shard]) -> None:
         """Keep the object shards; ``count`` is the number of arrays."""
@@ -182,7 +182,7 @@ class Described(Sequence[Shard], ABC):
 
     @abstractmethod
     def array(self, i: int) -> Shard:
-        """Make the array shard of that number."""
+        """Make the array shard number ``i``, from 0."""
 
     def __len__(self) -> int:
         return self._count + len(self.objects)
@@ -199,12 +199,12 @@ class Described(Sequence[Shard], ABC):
 
 
 def keys_of(shards: Sequence[Shard]) -> Sequence[str]:
-    """The keys of the array shards among some shards."""
+    """The keys of the array shards in a sequence of shards."""
     return shards.keys if isinstance(shards, Described) else [shard.key for shard in shards if not shard.is_object]
 
 
 def objects_of(shards: Sequence[Shard]) -> Sequence[Shard]:
-    """The object shards among some shards."""
+    """The object shards in a sequence of shards."""
     return shards.objects if isinstance(shards, Described) else [shard for shard in shards if shard.is_object]
 
 
@@ -217,12 +217,12 @@ class Shards(Described):
 
     Attributes:
         layout: The array shards without ``source``, and with buffers without ``owner``, so it keeps no memory alive.
-        sources: The live array of each.
-        versions: torch's version counter of each array's changes in place; -1 for an array without one.
+        sources: The live array of each array shard.
+        versions: torch's version counter of each array's changes in place; -1 for an array without a counter.
         memory: Objects that keep the memory of all arrays alive, even if an array is given other memory. None if the
             snapshot is to ask the arrays for them.
-        addresses: Where each array begins now; its buffer begins there, too. ``memory`` then has an object for each.
-            None if they are where the layout says.
+        addresses: The address at which each array, and its buffer, begins now. ``memory`` then has an object for each
+            array. None if the arrays are where the layout says.
         objects: The object shards.
     """
 
@@ -236,7 +236,7 @@ class Shards(Described):
         memory: Sequence[object] | None = None,
         addresses: U64 | None = None,
     ) -> None:
-        """Take the parts; ``layout``, ``sources`` and ``versions`` have the same length."""
+        """Put the attributes together; ``layout``, ``sources`` and ``versions`` have the same length."""
         super().__init__(len(layout), objects)
         self.layout = layout
         self.sources = sources
@@ -261,14 +261,14 @@ class Shards(Described):
         return [shard.key for shard in self.layout]
 
     def placed(self, i: int) -> Shard:
-        """The array shard of that number, where it is now, without its live array."""
+        """The array shard number ``i`` with its present address, without its live array."""
         shard = self.layout[i]
         if self.addresses is None:
             return shard
         return replace(shard, buffer=shard.buffer and replace(shard.buffer, pointer=int(self.addresses[i])))
 
     def array(self, i: int) -> Shard:
-        """The array shard of that number, with its live array."""
+        """The array shard number ``i`` with its present address and its live array."""
         shard, source = self.placed(i), self.sources[i]
         owner = self.memory[i] if self.addresses is not None and self.memory is not None else source
         return replace(shard, source=source, buffer=shard.buffer and replace(shard.buffer, owner=owner))
@@ -291,12 +291,12 @@ class ArrayRef:
 
     Attributes:
         key: The stored shard's key within its provider. Where several shards are the same memory, one of their keys.
-        kind: The library that it came from: ``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"``.
+        kind: The library that saved the array: ``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"``.
         dtype: Name of its element type.
         shape: Elements along each dimension.
         stride: Elements to step along each dimension.
         requires_grad: torch's flag; False for other kinds.
-        parameter: Whether the object that refers to it has it as a ``torch.nn.Parameter``.
+        parameter: Whether the array is a ``torch.nn.Parameter`` in the object that refers to it.
     """
 
     key: str
@@ -308,7 +308,7 @@ class ArrayRef:
     parameter: bool = False
 
     def as_parameter(self, requires_grad: bool) -> ArrayRef:
-        """The same array as a parameter."""
+        """Describe the same array as a ``torch.nn.Parameter``."""
         return replace(self, requires_grad=requires_grad, parameter=True)
 
 

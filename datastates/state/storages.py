@@ -1,4 +1,4 @@
-"""Storages of torch, the memory of tensors, where they are values by themselves."""
+"""torch's storages, the memory of tensors, where a state holds a storage itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from datastates.errors import ProviderError
 
 
 def is_storage(value: object) -> bool:
-    """Whether a value is a storage, typed or untyped."""
+    """Whether a value is a torch storage, typed or untyped."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, (torch.TypedStorage, torch.UntypedStorage))
 
 
 def bytes_of(storage: Any) -> Any:
-    """A tensor of bytes over the memory of a storage."""
+    """View the memory of a storage as a tensor of bytes, without a copy."""
     torch = loaded("torch")
     memory = getattr(storage, "_untyped_storage", storage)
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
@@ -25,7 +25,7 @@ def class_of(storage: Any) -> str:
     """The name of a storage's class in a file of ``torch.save``.
 
     Raises:
-        ProviderError: It has a type that no such class has.
+        ProviderError: No class of storages in a file of ``torch.save`` has the storage's element type.
     """
     torch = loaded("torch")
     if isinstance(storage, torch.UntypedStorage):

@@ -15,7 +15,7 @@ from datastates.state.shards import HOST
 def current_stream(kind: str, device: int) -> int:
     """Handle of the stream on which a library (``"torch"`` or ``"cupy"``) now enqueues work; 0 for host memory.
 
-    It is 0 for JAX, too, whose streams are its own: its arrays are described once they are computed.
+    It is 0 for JAX, too: JAX does not tell its streams, and its arrays are described only once they are computed.
     """
     if device == HOST or kind == "jax":
         return 0
@@ -42,7 +42,7 @@ def current_device() -> int | None:
 
 
 def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
-    """Each (device, stream) on which the imported libraries would now enqueue an update."""
+    """Each pair (device number, stream handle) on which torch and CuPy, if imported, would now enqueue an update."""
     torch: Any = loaded("torch")
     kinds = [*(["torch"] if torch and torch.cuda.is_initialized() else []), *(["cupy"] if loaded("cupy") else [])]
     return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})

@@ -19,7 +19,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def row_majors(shapes: I64) -> I64:
-    """Row-major strides of many shapes, a row of the array for each."""
+    """Row-major strides of many shapes. ``shapes`` and the result are matrices with a row for each shape."""
     beyond = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     return np.append(beyond, np.ones((len(shapes), min(1, shapes.shape[1])), np.int64), axis=1)
 
@@ -48,7 +48,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether several elements lie at one place."""
+    """Whether several elements of a strided array lie at the same place in memory."""
     if 0 in shape:
         return False
     steps = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1)

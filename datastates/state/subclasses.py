@@ -1,4 +1,4 @@
-"""Tensors with more than their elements: of a subclass, or with attributes set on them."""
+"""Tensors that are more than their elements: instances of a subclass, and tensors with attributes set on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attributes_of(values: Sequence[Any]) -> list[dict[str, Any]] | None:
 
 
 def as_parameter(tensor: Any, requires_grad: bool) -> Any:
-    """A parameter over a tensor's memory; a parameter is returned as it is."""
+    """Make a ``torch.nn.Parameter`` over a tensor's memory; a parameter is returned as it is."""
     torch = loaded("torch")
     parameter = torch.nn.Parameter
     return tensor if isinstance(tensor, parameter) else parameter(tensor.detach(), requires_grad)
@@ -54,7 +54,7 @@ def take_attributes(live: object, restored: object) -> None:
 
 
 def beside(live: Any, restored: Any) -> Any:
-    """A restored tensor on the device of the live one that it replaces; other values are returned as they are."""
+    """Move a restored tensor to the device of the live tensor that it replaces; return other values as they are."""
     if not (is_tensor(live) and is_tensor(restored)) or is_uninitialized(restored) or _is_on(restored, live.device):
         return restored
     parameter = loaded("torch").nn.Parameter
@@ -63,22 +63,25 @@ def beside(live: Any, restored: Any) -> Any:
         moved = parameter(moved, restored.requires_grad)
     elif restored.requires_grad:
         moved.requires_grad_()
-    # a tensor that is made of others has made its own attributes
+    # a tensor that consists of other tensors has set some attributes itself
     set_attributes(moved, {name: value for name, value in vars(restored).items() if name not in vars(moved)})
     return moved
 
 
 def _is_on(tensor: Any, device: Any) -> bool:
-    """Whether a tensor and all those that it is made of are on a device. One that was just built may claim another."""
+    """Whether a tensor is on a device, and with it all tensors that it consists of.
+
+    A tensor that was just built may name another device than its inner tensors are on.
+    """
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     parts = (getattr(tensor, name) for name in names)
     return tensor.device == device and all(_is_on(part, device) for part in parts if is_tensor(part))
 
 
 def _moved(tensor: Any, device: Any) -> Any:
-    """A tensor on another device. One that is made of others is made anew of theirs: not each class has ``to()``.
+    """Move a tensor to another device; other values, such as a DTensor's mesh, are returned as they are.
 
-    What it is made of beside tensors, such as a DTensor's mesh, is returned as it is.
+    A tensor that consists of others is made anew from the moved ones, because not every such class has ``to()``.
     """
     if not is_tensor(tensor):
         return tensor
@@ -90,10 +93,10 @@ def _moved(tensor: Any, device: Any) -> Any:
 
 
 def memory(parts: tuple[Any, ...]) -> Any:
-    """The plain tensor over the memory of a tensor of a subclass; None where torch pickles it in another way.
+    """View the memory of a subclass's tensor as a plain tensor; None if torch does not pickle it as a plain tensor.
 
     Args:
-        parts: What the tensor's ``__reduce_ex__`` returns.
+        parts: The result of the tensor's ``__reduce_ex__``.
     """
     torch = loaded("torch")
     if parts[0] is not torch._tensor._rebuild_from_type_v2:
@@ -108,6 +111,6 @@ def memory(parts: tuple[Any, ...]) -> Any:
 
 
 def is_uninitialized(tensor: object) -> bool:
-    """Whether a tensor belongs to a lazy module that has seen no input yet, so that it has no shape."""
+    """Whether a tensor has no shape yet, because it belongs to a lazy module that has seen no input."""
     torch = loaded("torch")
     return bool(torch.nn.parameter.is_lazy(tensor))

@@ -17,7 +17,7 @@ from datastates.state.shards import HOST
 from datastates.state.strides import row_majors
 
 ITEMSIZES: U64 = np.array([dtype.itemsize for dtype in dtypes.ALL], np.uint64)
-"""Bytes of an element, by the number of its type."""
+"""Bytes of an element, by the number of its element type (:attr:`datastates.state.dtypes.DType.code`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +28,10 @@ class Look:
         places: The tensors' types, addresses, devices, element types, shapes and strides, encoded. It is equal for two
             lists exactly if all of these are equal.
         addresses: Address of each tensor's first element.
-        versions: torch's version counter of each tensor's changes in place; -1 for a tensor without one.
+        versions: torch's version counter of each tensor's changes in place; -1 for a tensor without a counter.
         memory: For each tensor, an object that keeps its memory alive, even if the tensor is given other memory. Empty
             if not asked for.
-        specs: What :func:`datastates.state.dtensors.specs` gives; None if there are no DTensors.
+        specs: Properties of DTensors, as :func:`datastates.state.dtensors.specs` gives them; None without DTensors.
     """
 
     places: bytes
@@ -42,13 +42,13 @@ class Look:
 
 
 def look(values: Sequence[object], *, known: bytes = b"", memory: bool = False) -> Look | None:
-    """Look at torch tensors, in some hundred nanoseconds each.
+    """Read types, addresses, layouts and versions of torch tensors, in some hundred nanoseconds each.
 
-    It does not see whether a tensor is conjugated.
+    A look does not tell whether a tensor is conjugated.
 
     Args:
         values: The tensors.
-        known: ``Look.places`` of an earlier look. If nothing has changed since, they take no memory again.
+        known: ``Look.places`` of an earlier look. If the places are the same, the result refers to this object.
         memory: Whether to fill in ``Look.memory``. Then a negated tensor is refused, as its memory is not its values.
 
     Returns:
@@ -80,13 +80,13 @@ def look(values: Sequence[object], *, known: bytes = b"", memory: bool = False) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Memory layouts of many tensors, in columns like those of a container's index.
+    """Memory layouts of many tensors, in columns as in a container's index.
 
     Attributes:
-        address: Address of the first element.
-        device: CUDA device number, or :data:`~datastates.state.shards.HOST`.
-        dtype: Number of the element type.
-        ndim: Number of dimensions.
+        address: Address of each tensor's first element.
+        device: CUDA device number of each tensor, or :data:`~datastates.state.shards.HOST`.
+        dtype: Number of each tensor's element type.
+        ndim: Number of dimensions of each tensor.
         dims, strides: Shapes and strides in elements, of all tensors end to end.
     """
 
@@ -102,8 +102,8 @@ def layout(values: Sequence[Any]) -> Layout | None:
     """Read the layouts of torch tensors, in some hundred nanoseconds each.
 
     Returns:
-        None if a value is of another class than ``torch.Tensor`` and ``torch.nn.Parameter``, or cannot be exchanged by
-        DLPack's C API. None as well for complex tensors, which may be conjugated, and for negated ones.
+        The layouts. None if a value is of another class than ``torch.Tensor`` and ``torch.nn.Parameter``, cannot be
+        exchanged by DLPack's C API, is complex, and so perhaps conjugated, or is negated.
     """
     torch = loaded("torch")
     if torch is None or not set(map(type, values)) <= {torch.Tensor, torch.nn.Parameter}:
@@ -127,7 +127,7 @@ def layout(values: Sequence[Any]) -> Layout | None:
 
 
 def _mapped(words: I64, meaning: Callable[[int], int | None]) -> I64 | None:
-    """The meaning of each word; None if a word has none."""
+    """Translate each word by ``meaning``; None if ``meaning`` gives None for a word."""
     result = np.empty_like(words)
     for word in set(words.tolist()):
         if (known := meaning(word)) is None:
@@ -158,9 +158,15 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
 
 
 def by_ndim(rows: I64, ndim: U8, starts: I64) -> Iterator[tuple[I64, I64]]:
-    """Tensors of these numbers, grouped by dimensions: their numbers, and a matrix of where their entries are.
+    """Group tensors by their number of dimensions.
 
-    ``starts`` says where the entries of each tensor begin in a column of shapes or strides.
+    Args:
+        rows: Numbers of the tensors to group.
+        ndim: Number of dimensions of each tensor.
+        starts: Where the entries of each tensor begin in a column of shapes or strides.
+
+    Yields:
+        For each group, the tensors' numbers, and a matrix with a row for each: the places of its entries in the column.
     """
     own = ndim[rows]
     for n in np.flatnonzero(np.bincount(own)).tolist():

@@ -14,12 +14,12 @@ from datastates.state.tensor_scan import look
 
 
 def has_version(array: Any) -> bool:
-    """Whether torch counts an array's changes in place, which it does for all tensors but those of inference mode."""
+    """Whether torch counts an array's changes in place, as it does for all tensors not made in inference mode."""
     return subclasses.is_tensor(array) and not array.is_inference()
 
 
 def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:
-    """Versions and addresses of torch tensors, as in :class:`~datastates.state.tensor_scan.Look`."""
+    """Version counters and addresses of torch tensors, as in :class:`~datastates.state.tensor_scan.Look`."""
     seen = look(tensors)
     if seen is not None:
         return seen.versions, seen.addresses
