@@ -70,15 +70,8 @@ def _dtype(array: Any) -> dtypes.DType | None:
 class _View:
     """An array as memory; a DTensor as its local tensor.
 
-    Attributes:
-        kind: The array's library, as :func:`kind_of` names it.
-        dtype: Element type.
-        shape: Elements along each dimension.
-        stride: Elements to step along each dimension.
-        pointer: Address of the first element.
-        storage: Address of the torch storage, which several views may share; for other arrays, the same as ``pointer``.
-        device: CUDA device number, or :data:`~datastates.state.shards.HOST`.
-        array: The array, or another object that keeps the memory alive.
+    ``pointer`` is the address of the first element. ``storage`` is the address of the torch storage, which several
+    views may share; of other arrays, it is the same as ``pointer``. ``array`` keeps the memory alive.
     """
 
     kind: str
@@ -199,11 +192,9 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
 
 
 def _held(key: str, array: Any, is_lazy: bool) -> list[tuple[str, Any, bool, Any, HeldPart | None]]:
-    """List the pieces of memory in which this process holds an array, each with the part of the array that it is.
+    """The pieces of memory that this process holds of an array: key, array, whether it is lazy, piece, and part.
 
-    Returns:
-        For each piece: the key, the array, whether it is lazy, the piece, and its part. The part is None if it depends
-        on the meshes of all arrays; see :class:`datastates.state.dtensors.Meshes`.
+    The part is None if it depends on the meshes of all arrays; see :class:`datastates.state.dtensors.Meshes`.
     """
     if not jax_arrays.is_array(array):
         return [(key, array, is_lazy, array, None)]
@@ -309,12 +300,8 @@ def array_shard(
 def destination(key: str, array: Any, meshes: dtensors.Meshes | None = None) -> Shard:
     """Describe a live array to restore into, or this rank's part of a DTensor; the shard's buffer is no copy.
 
-    The buffer is None where the array's elements do not fill their memory exactly.
-
-    Args:
-        key: Key of the array within its provider.
-        array: The live array.
-        meshes: The device meshes of the array, if they are already collected.
+    The buffer is None where the array's elements do not fill their memory exactly. ``meshes`` are the device meshes of
+    the array, if they are already collected.
     """
     view = _view_of(key, array)
     if view.kind == "jax":  # whole, however many boxes it has: it is only compared, and never written
