@@ -1,4 +1,4 @@
-"""Reading: the bytes and tensors of a checkpoint, without providers, into memory that is new or given."""
+"""Reads tensors of a checkpoint, and their bytes, into new memory or into live arrays. Knows no providers."""
 
 from datastates.reading.checkpoint import Checkpoint
 from datastates.reading.reads import Reads

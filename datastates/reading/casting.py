@@ -1,4 +1,4 @@
-"""Converts stored arrays to the floating-point types of live ones: ranges are read, verified, and copied from there."""
+"""Restores stored arrays into live arrays of another floating-point type: pieces are read, verified and converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datastates.state.shards import ArrayRef, Shard
 from datastates.state.strides import span
 
 WINDOW = 64 << 20
-"""Most bytes of the stored type that are in memory at a time."""
+"""Largest number of bytes, in the stored type, that are in memory for conversion at the same time."""
 FLOATS = {
     "float64",
     "float32",
@@ -30,17 +30,17 @@ FLOATS = {
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
 }
-"""The element types that are converted to each other."""
+"""Names of the element types that a restore converts into each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
-    """One array to convert.
+    """One live array that is restored by converting a stored one.
 
     Attributes:
-        row: Any row of its logical tensor.
-        shard: The live shard.
-        sources: The rows that hold its elements, with their files; empty if another rank sends it.
+        row: Any row of the stored logical tensor.
+        shard: The live array.
+        sources: The rows that hold elements of the live array, with their files; empty if another rank sends them.
     """
 
     row: Row
@@ -49,12 +49,12 @@ class Cast:
 
     @property
     def types(self) -> str:
-        """Both types, for a message."""
+        """The stored and the live element type, for a message."""
         return f"{self.row.dtype.name} to {self.shard.dtype}"
 
 
 def are_convertible(row: Row, shard: Shard) -> bool:
-    """Whether a live shard and a stored tensor have one shape, and types that a restore converts."""
+    """Whether a live shard and a stored tensor have the same shape, and element types that a restore converts."""
     return {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
 
 
@@ -71,7 +71,7 @@ def can_cast(row: Row, shard: Shard) -> bool:
 
 
 def run(casts: Sequence[Cast], executor: Executor) -> Tally:
-    """Read and convert all arrays, with at most :data:`WINDOW` bytes of them in memory, and verify all that is read.
+    """Read, verify and convert all arrays, with at most :data:`WINDOW` bytes of them in memory at the same time.
 
     Raises:
         CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
@@ -98,10 +98,10 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
 
 
 def _proven(casts: Sequence[Cast]) -> set[str]:
-    """Compare what has no checksums of chunks with those of whole records, as the elements are gone after a conversion.
+    """Verify whole records of files without chunk checksums. After the conversion the stored bytes are no longer there.
 
     Returns:
-        The stored keys of arrays that lie in such records only.
+        Keys of the stored arrays whose records all have a checksum, of chunks or of the whole record.
     """
     found: dict[tuple[int, int], bool] = {}
     proven = set()
@@ -117,11 +117,14 @@ def _proven(casts: Sequence[Cast]) -> set[str]:
 
 
 def conflict(casts: Sequence[Cast], restored: Iterable[Shard]) -> str | None:
-    """Keys of two live arrays that share memory, of which one is converted, and that were saved apart; None if none do.
+    """Find a converted live array that shares memory with another restored array, although they were saved apart.
 
     Args:
         casts: The arrays to convert.
-        restored: All array shards that are restored, with those to convert.
+        restored: All array shards that are restored, the converted ones among them.
+
+    Returns:
+        The keys of the two arrays; None if there is no such pair.
     """
     if not casts:
         return None
@@ -144,7 +147,7 @@ def conflict(casts: Sequence[Cast], restored: Iterable[Shard]) -> str | None:
 
 
 def _memory(shard: Shard) -> tuple[int, int]:
-    """The addresses of a live shard's first byte and of the one past its last."""
+    """The addresses of a live shard's first byte and of the byte past its last."""
     assert shard.dtype is not None
     begin = arrays.address(shard.source)
     return begin, begin + span(shard.shape, shard.stride) * BY_NAME[shard.dtype].itemsize
@@ -158,7 +161,10 @@ def _flush(reads: Reads, executor: Executor, landed: Sequence[tuple[Any, Any]], 
 
 
 def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:
-    """New memory for a part of a live shard, as a shard of the same logical tensor."""
+    """Allocate memory in the stored type for a box of a live shard, and describe it as a part of the same tensor.
+
+    ``begin`` and ``size`` are the box within the live shard, in elements.
+    """
     shard, landing = cast.shard, _landing(cast.row, cast.shard, size)
     offset, flat = shard.offset, shard.flat
     if flat is not None:
@@ -180,6 +186,6 @@ def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:
 
 
 def _landing(row: Row, shard: Shard, size: tuple[int, ...]) -> Any:
-    """A new array of the stored type in host memory, of the library that converts it."""
+    """Allocate an array of the stored type in host memory: a torch tensor for a torch tensor, else a NumPy array."""
     kind = "torch" if shard.kind == "torch" else "numpy"
     return memory.empty(ArrayRef(row.key, kind, row.dtype.name, size, strides.row_major(size)))

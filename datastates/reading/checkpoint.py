@@ -24,7 +24,7 @@ from datastates.state import memory
 from datastates.state.new_memory import Into
 
 _SMALL_READ = 4 * CHUNK
-"""Up to so many bytes, one plain read is faster than waking the executor's threads, or even starting them."""
+"""Largest array in bytes that is read by one plain read, which is faster than waking the executor's threads."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -33,13 +33,14 @@ class Checkpoint(Mapping[str, Any]):
     :func:`datastates.open` returns it. Use it as a context manager, or call :meth:`close`.
 
     Each access reads the array again, as a whole logical tensor: parts that several ranks saved are put together. An
-    array that came from torch is a torch tensor if torch is installed, in host memory or on the device that
+    array that torch saved is a torch tensor if torch is installed, in host memory or on the device that
     :func:`datastates.open` was given. All others are NumPy arrays. Looking up a key reads no array data. Listing
-    the keys opens the containers of all ranks. Objects are not in the mapping: :func:`datastates.load` reads those.
+    the keys opens the containers of all ranks. Objects are not in the mapping: :func:`datastates.load` reads them.
 
-    While arrays are accessed in the order of the keys, as by iterating over :meth:`items`, the next ones are read, up
-    to 512 MiB. What is read and not taken keeps its memory until the checkpoint is closed, or arrays are accessed in
-    order elsewhere. Where several ranks saved, the keys must have been listed.
+    While arrays are accessed in the order of the keys, as by iterating over :meth:`items`, the next arrays are read
+    ahead, up to 512 MiB. An array that was read ahead and never asked for keeps its memory until the checkpoint is
+    closed, or until arrays are accessed in order from another key on. In a checkpoint of several ranks, arrays are read
+    ahead only after the keys were listed.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Checkpoint(Mapping[str, Any]):
         """Take an opened checkpoint.
 
         Args:
-            stored: The checkpoint.
-            executor: Makes an executor for reading so many bytes.
+            stored: The checkpoint's tensors.
+            executor: Makes an executor for reading a number of bytes.
             reading: Protects the checkpoint from deletion until it is closed.
-            into: Whose arrays to read into.
+            into: Library and device of the new arrays.
         """
         self._stored = stored
         self._reading = reading
@@ -64,7 +65,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The step that it was saved at; None if a checkpoint of another format does not say."""
+        """The training step that the checkpoint was saved at; None if a checkpoint of another format does not say."""
         return self._stored.step
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Checkpoint(Mapping[str, Any]):
             return len(self._stored.keys)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the full keys in the order in which they were saved, those of rank 0 first.
+        """Iterate over the full keys in the order in which they were saved, rank 0's first.
 
         Raises:
             StorageError: The container of a rank is missing or cannot be read.
@@ -103,7 +104,8 @@ class Checkpoint(Mapping[str, Any]):
             FormatError: A file of the checkpoint is damaged.
             StorageError: Reading failed.
             ClosedError: The checkpoint is closed.
-            DatastatesError: Only a part of the tensor is there: this is one of several containers, or one is missing.
+            DatastatesError: Only a part of the tensor is there: this is one of several containers, or a container is
+                missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
         if not isinstance(key, str):
@@ -113,7 +115,7 @@ class Checkpoint(Mapping[str, Any]):
             if batch is not None:
                 self._ahead.fill(self._running)
         if batch is not None:
-            with contextlib.suppress(DatastatesError):  # which may be about another array of the batch
+            with contextlib.suppress(DatastatesError):  # the error may be about another array of the batch
                 return batch.take(key)
         return self._read_alone(key)
 
@@ -158,7 +160,7 @@ class Checkpoint(Mapping[str, Any]):
         return self._into.view(block, reference(row), 0)
 
     def _running(self) -> Executor:
-        """The executor."""
+        """The executor that reads arrays, made when it is first needed."""
         if self._executor is None:
             self._executor = self._make_executor(MOST_NBYTES)
         return self._executor
@@ -166,8 +168,8 @@ class Checkpoint(Mapping[str, Any]):
     def close(self) -> None:
         """Free threads and memory, and allow the deletion of the checkpoint. Idempotent.
 
-        Waits for reads that run on its threads. Later accesses to arrays raise ClosedError. Keys and digests stay
-        available as long as the files exist.
+        The call waits for reads that other threads have begun. Later accesses to arrays raise ClosedError. Keys and
+        digests stay available as long as the files exist.
         """
         with self._lock:
             self._closed = True
@@ -178,11 +180,11 @@ class Checkpoint(Mapping[str, Any]):
             self._reading.close()
 
     def __enter__(self) -> Checkpoint:
-        """The checkpoint itself."""
+        """Return the checkpoint itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
+        """Close the checkpoint."""
         self.close()

@@ -1,4 +1,4 @@
-"""Opens every container of a checkpoint, as the manifest names them."""
+"""Opens every container that the manifest of a checkpoint names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_named(named: Sequence[Named]) -> list[Container]:
     """Open containers, several at a time.
 
     Raises:
-        FormatError: A file is damaged, or not the one that is named.
+        FormatError: A file is damaged, or is not the container that ``named`` describes.
         StorageError: A file is missing or cannot be read.
     """
     containers = []
@@ -39,7 +39,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest, list[Container]]:
 
     Raises:
         CheckpointNotFoundError: There is no manifest.
-        FormatError: A file is damaged, or not the one that the manifest names.
+        FormatError: A file is damaged, or is not the container that the manifest describes.
         StorageError: A file is missing or cannot be read.
     """
     opened = manifest.open(path)
@@ -47,11 +47,14 @@ def open_checkpoint(path: Path) -> tuple[Manifest, list[Container]]:
 
 
 def open_all(path: Path) -> list[Container]:
-    """Open the containers at a path: a checkpoint directory, a directory of them (the newest), or one container file.
+    """Open the containers at a path.
+
+    Args:
+        path: A checkpoint directory, a directory of checkpoints (the newest is opened), or one container file.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        FormatError: A file is damaged, or not the one that the manifest names.
+        FormatError: A file is damaged, or is not the container that the manifest describes.
         StorageError: A file is missing or cannot be read.
     """
     return [open_container(path)] if path.is_file() else open_checkpoint(newest.find(path))[1]

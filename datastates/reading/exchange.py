@@ -1,4 +1,7 @@
-"""Exchanges rows with the other ranks of the host: each reads a share of what several want, and sends it to them."""
+"""Exchanges rows of matrices among the ranks of a host: each rank reads a share of the rows that several want.
+
+It sends the other ranks their rows of its share.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,25 @@ from datastates.state.runs import Runs
 
 _log = logging.getLogger("datastates")
 MINIMUM = 8 << 20
-"""Fewest bytes to exchange. For less, connecting takes longer than reading."""
+"""Fewest bytes that a rank offers for exchange. For fewer, connecting takes longer than reading."""
 PATIENCE = 30.0
 """Longest wait in seconds for a rank that does nothing: longer than storage takes for one read."""
 
 
 def patience_of(timeout: float) -> float:
-    """Seconds to wait for a rank that does nothing, if an agreement of all ranks may take ``timeout`` seconds."""
+    """Seconds to wait for a rank that does nothing, when all ranks together may take ``timeout`` seconds to agree."""
     return min(PATIENCE, timeout / 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
-    """A file of which rows are offered for exchange.
+    """A file whose rows this rank offers for exchange.
 
     Attributes:
         queue: The file's reads.
-        ranges: What is wanted of it.
-        offered: The numbers of the ranges that are offered.
-        rows: These.
+        ranges: The ranges that this rank wants of the file.
+        offered: Numbers of the ranges that are offered: rows with gaps between them.
+        rows: The offered ranges, with their records.
     """
 
     queue: ReadQueue
@@ -51,7 +54,7 @@ class _File:
     rows: Rows
 
     def memory(self, which: I64) -> Columns:
-        """The memory of the destinations of some offered ranges."""
+        """The memory of the destinations of the offered ranges number ``which``."""
         pointer, device, stream = self.queue.memory
         dest = self.ranges.dest[self.offered[which]]
         return pointer[dest], device[dest], stream[dest]
@@ -60,7 +63,7 @@ class _File:
 class Exchange:
     """One rank's part in an exchange. Not thread-safe.
 
-    What does not arrive is no error: the rank reads it by itself, see :meth:`rest`.
+    Rows that do not arrive are no error: the rank reads them by itself, see :meth:`rest`.
     """
 
     def __init__(self, listener: Listener, rank: int, patience: float, files: Mapping[str, _File]) -> None:
@@ -69,26 +72,29 @@ class Exchange:
         self._rank = rank
         self._files = files
         self._names = {file.queue: name for name, file in files.items()}
-        self._records: Mapping[str, I64] = {}  # by file, those that are exchanged
+        self._records: Mapping[str, I64] = {}  # by file, the numbers of the records that are exchanged
         self._own: Mapping[str, Parcel] = {}
         self._sent: list[dict[str, Parcel]] = []  # to each peer
         self._received: list[dict[str, Parcel]] = []  # from each peer
         self.native: NativeExchange | None = None
         self.extra_nbytes = 0
-        """Bytes of what :meth:`reads` and :meth:`rest` have chosen, less those that this rank wants of the files."""
+        """Bytes to read of the files by :meth:`reads` and :meth:`rest`, less the bytes that this rank itself wants."""
 
     @classmethod
     def offer(
         cls, queues: Iterable[ReadQueue], name: str, rank: int, patience: float, *, few: bool = False
     ) -> Exchange | None:
-        """Offer rows to the other ranks of the host; None if there are too few, or the system has no way.
+        """Offer the rows that this rank wants to the other ranks of the host.
 
         Args:
             queues: The reads of files.
-            name: The name of the exchange: the same on all ranks, and used once.
-            rank: The number of this rank.
+            name: Name of the exchange: the same on all ranks, and used only once.
+            rank: This rank's number.
             patience: Seconds to wait for another rank that does nothing.
-            few: Whether to offer also less than :data:`MINIMUM`.
+            few: Whether to offer rows of fewer than :data:`MINIMUM` bytes, too.
+
+        Returns:
+            The exchange. None if there are too few rows, or if the system does not let ranks connect.
         """
         found = [_file(queue) for queue in queues if any(runs.has_gaps.any() for *_, runs in queue.runs)]
         offered = [file for file in found if file is not None]
@@ -105,21 +111,21 @@ class Exchange:
 
     @property
     def host(self) -> str:
-        """Names the host: equal for ranks that can exchange."""
+        """Name of the host: the same for all ranks that can exchange with each other."""
         return self._listener.host
 
     @property
     def queues(self) -> Collection[ReadQueue]:
-        """The reads of files of which something is exchanged."""
+        """The reads of the files whose rows are exchanged."""
         return [file.queue for name, file in self._files.items() if name in self._records]
 
     def meet(self, ranks: Sequence[int], executor: Executor, within: float | None = None) -> None:
-        """Connect to the other ranks, and divide what all want. If that fails, nothing is exchanged.
+        """Connect to the other ranks, and divide the rows that several want. If that fails, nothing is exchanged.
 
         Args:
-            ranks: The ranks of this host that offer rows, with this one.
+            ranks: The ranks of this host that offer rows, this rank among them.
             executor: The executor that will read.
-            within: Seconds in which each of them will have called :meth:`offer`. None if all have.
+            within: Seconds in which each of the ranks will have called :meth:`offer`. None if all have.
         """
         wishes = {name: file.rows for name, file in self._files.items()}
         order = sorted(ranks)
@@ -137,7 +143,7 @@ class Exchange:
                 received = [dividing.parcels(wishes, shares[peer]) for peer in others]
                 rows = [self._filled(parcels) for parcels in received]
                 self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
-            except Exception as error:  # the rank can do without
+            except Exception as error:  # the rank can read everything by itself
                 _log.info("reading without the other ranks of this host: %s", error)
                 return
             self._records, self._received = division.records, received
@@ -145,7 +151,7 @@ class Exchange:
             self._sent = [dividing.parcels(every[peer], shares[self._rank]) for peer in others]
 
     def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[Columns, Runs]:
-        """The destinations of received parcels: the memory of each run's destination, and the runs."""
+        """The places that a peer's parcels fill: the memory of each run's destination, and the runs."""
         none = np.zeros(0, np.int64)
         memory, parts = [columns([])], [Runs.single(none, none, none)]
         for name, parcel in parcels.items():
@@ -164,7 +170,7 @@ class Exchange:
             return ranges, memory
         kept = np.ones(len(ranges.wanted), bool)
         kept[file.offered[np.isin(file.rows.record, self._records[name])]] = False
-        # the destinations once more, for what is exchanged, which is all verified; then the peers
+        # each destination has a second number for its exchanged rows, which are all verified; then come the peers
         wanted, dest = [ranges.wanted[kept]], [ranges.dest[kept]]
         if (own := self._own.get(name)) is not None:
             wanted.append(own.parts)
@@ -191,14 +197,14 @@ class Exchange:
         return result, (np.append(pointer, none), np.append(device, numbers), np.append(stream, none))
 
     def finish(self) -> int:
-        """Wait until each parcel has arrived, or never will; returns the bytes that have arrived."""
+        """Wait until each peer's parcels have arrived, or never will; returns the number of bytes that have arrived."""
         if self.native is None:
             return 0
         self.native.wait()
         return sum(_nbytes(parcels) for parcels, has in self._outcome() if has)
 
     def rest(self) -> Iterator[tuple[ReadQueue, FileRanges]]:
-        """The ranges of each file that have not arrived."""
+        """The ranges of each file that have not arrived, for this rank to read."""
         lost = [parcels for parcels, has in self._outcome() if not has]
         for name, file in self._files.items():
             found = [parcels[name] for parcels in lost if name in parcels]
@@ -209,16 +215,16 @@ class Exchange:
                 yield file.queue, ranges
 
     def _outcome(self) -> Iterator[tuple[dict[str, Parcel], bool]]:
-        """The parcel that each peer was to send, and whether it has arrived."""
+        """The parcels that each peer was to send, by file, and whether they have arrived."""
         return zip(self._received, [] if self.native is None else self.native.arrived(), strict=True)
 
     def close(self) -> None:
-        """End the exchange. What has not arrived is lost, here and at the other ranks."""
+        """End the exchange. Rows that have not arrived by now are lost, here and at the other ranks."""
         self._listener.close()
         if self.native is not None:
             self.native.close()
-            with contextlib.suppress(DeviceError):  # finish() tells
-                self.native.wait()  # from then on nothing is written to memory
+            with contextlib.suppress(DeviceError):  # finish() raises it
+                self.native.wait()  # afterwards nothing is written to memory
             self.native = None
 
 
@@ -232,7 +238,7 @@ def _nbytes(parcels: Mapping[str, Parcel]) -> int:
 
 
 def _file(queue: ReadQueue) -> _File | None:
-    """The rows to offer of a file: rows with gaps, of chunks with checksums. None for nothing."""
+    """Choose the rows to offer of a file: rows with gaps, in chunks with checksums. None if there are none."""
     ranges = queue.wanted(straight=True)
     offered = np.flatnonzero(ranges.wanted.has_gaps)
     if not ranges.chunks.checked or not len(offered):

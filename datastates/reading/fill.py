@@ -1,4 +1,4 @@
-"""Puts arrays in the place of the references in an object that was read before them."""
+"""Replaces references to arrays by arrays, in an object that was read before its arrays."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ _PLAIN = {int, float, str, bool, type(None)}
 
 
 def fill(value: object, array: Callable[[ArrayRef], object]) -> bool:
-    """Replace the references in a dict or list, and in those within it; False if it holds other kinds of values.
+    """Replace the references in nested dicts and lists, in place.
 
     Args:
-        value: What is filled. After False, some of its references may have been replaced.
+        value: The outermost dict or list.
         array: Returns the array for a reference.
+
+    Returns:
+        False if a value is of another class: the object must be built in another way. Some references may have been
+        replaced by then.
     """
     left = [value]
     seen: set[int] = set()
-    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, so that one reference becomes one array
+    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference: one reference becomes one array
     while left:
         container: Any = left.pop()
         if type(container) not in (dict, OrderedDict, list):
@@ -43,7 +47,7 @@ def fill(value: object, array: Callable[[ArrayRef], object]) -> bool:
 
 
 def as_referred(array: Any, ref: ArrayRef) -> Any:
-    """An array as a reference has it: as a parameter, or requiring a gradient."""
+    """Make an array a parameter, or require a gradient, as its reference says."""
     if ref.parameter and subclasses.is_tensor(array):
         return subclasses.as_parameter(array, ref.requires_grad)
     return array if getattr(array, "requires_grad", True) else memory.with_grad(array, ref.requires_grad)

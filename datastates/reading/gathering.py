@@ -1,4 +1,7 @@
-"""Gathers parts of tensors from many files in columns, where they are stretches: no object for each stored row."""
+"""Queues reads of parts of tensors from many files in columns of numbers, without an object for each stored row.
+
+It serves parts that are contiguous stretches of their flattened tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ from datastates.state.strides import is_row_major
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Live:
-    """Live parts, one column entry for each; positions in elements of the flattened logical tensor.
+    """Live parts of tensors, one column entry for each.
 
     Attributes:
-        fits: Whether the part is one stretch there and in memory. The other columns are only meant for those.
-        begin, numel: The stretch.
-        whole: Whether it is all of the tensor, in the tensor's shape.
+        fits: Whether the part is one stretch of the flattened logical tensor, and contiguous in memory. For other parts
+            the other columns have no meaning, except ``key``.
+        begin, numel: First element and number of elements of the stretch, in the flattened logical tensor.
+        whole: Whether the part is the whole tensor, in the tensor's shape.
         itemsize: Bytes of an element.
         pointer, device, stream: As in :class:`~datastates.state.shards.Buffer`.
-        key: The full key.
+        key: Full key of the tensor.
     """
 
     fits: Bools
@@ -68,16 +72,16 @@ def _entry(like: Row, shard: Shard) -> tuple[object, ...]:
 
 
 def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shard]], reads: Reads) -> Sequence[bool]:
-    """Queue the reads of live parts that are stretches of their flattened tensors, as are all rows found for them.
+    """Queue the reads of live parts that are stretches of their flattened tensors, if all rows of them are, too.
 
     Args:
-        found: What was found for the parts. Nothing is queued if that is not in columns.
+        found: For each part, the rows that may hold elements of it. Nothing is queued unless it is a ``Found``.
         wanted: For each part, any row of its tensor, and the live shard.
         reads: Gets the reads.
 
     Returns:
-        For each part, whether all of its elements were found and queued. Of the others nothing is queued, nor of other
-        parts of the same tensors.
+        For each part, whether the reads of all its elements were queued. Otherwise none is queued, neither for the part
+        nor for other parts of the same tensor.
     """
     if not wanted or not isinstance(found, Found):
         return [False] * len(wanted)
@@ -112,20 +116,23 @@ def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shar
 
 
 def _shared(live: _Live, part: I64, row: Stretches) -> tuple[I64, I64]:
-    """The elements that each row shares with its live part: where they begin, and how many there are."""
+    """The elements that each row shares with live part number ``part``: first element in the tensor, and how many."""
     begin = np.maximum(live.begin[part], row.begin)
     end = np.minimum((live.begin + live.numel)[part], row.begin + row.numel)
     return begin, np.maximum(end - begin, 0)
 
 
 def _covered(live: _Live, which: Sequence[I64], shared: Sequence[tuple[I64, I64]]) -> I64:
-    """For each live part, how many of its elements the rows of all files share with it, each counted once."""
+    """For each live part, how many of its elements are in any row, each counted once.
+
+    ``which`` has the numbers of live parts and ``shared`` the elements of :func:`_shared`, both by file.
+    """
     covered = np.zeros(len(live.numel), np.int64)
     if not which:
         return covered
     part = np.concatenate(which)
     begin, nelements = (np.concatenate(column) for column in zip(*shared, strict=True))
-    # one part behind the other, with a gap between them
+    # lay the parts one behind the other, with a gap between them
     first = np.cumsum(live.numel + 1) - live.numel - 1
     at = first[part] + begin - live.begin[part]
     order = np.flatnonzero(nelements > 0)

@@ -27,8 +27,8 @@ class NewArrays:
         """Begin without arrays.
 
         Args:
-            into: Whose arrays to read into.
-            place: Given the block of a record with torch tensors, returns the block to use instead.
+            into: Library and device of the arrays.
+            place: Given the new byte array for a record with torch tensors, returns the byte array to use instead.
         """
         self._into = into
         self._place = place
@@ -39,13 +39,19 @@ class NewArrays:
         self._views: dict[tuple[object, ...], Any] = {}
 
     def whole(self, found: FoundTensor) -> Any:
-        """A whole tensor, with memory of its own."""
+        """Make a whole tensor with memory of its own, and queue the reads that fill it."""
         array, check = new_tensor(found, self._into, self._queued)
         self._checks.append(check)
         return array
 
     def record(self, source: TensorFile, record: int, kind: str = "torch") -> Any:
-        """The block of a whole record, for arrays that were saved of a library."""
+        """The byte array that a whole record is read into; the same object for the same record.
+
+        Args:
+            source: The file.
+            record: Number of the record.
+            kind: The library that saved the arrays in the record.
+        """
         if (id(source), record) not in self._blocks:
             block = self._into.allocate(kind, int(source.record_nbytes[record]))
             if self._into.kind(kind) == "torch":
@@ -56,7 +62,13 @@ class NewArrays:
         return self._blocks[id(source), record]
 
     def view(self, source: TensorFile, record: int, ref: ArrayRef, offset: int) -> Any:
-        """An array at an offset of a record, in bytes: the same object for the same place.
+        """An array that is a view of a record; the same object for the same place.
+
+        Args:
+            source: The file.
+            record: Number of the record.
+            ref: Element type, shape and strides of the array.
+            offset: Bytes from the beginning of the record to the array's first element.
 
         Raises:
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
@@ -68,11 +80,11 @@ class NewArrays:
 
     @property
     def nbytes(self) -> int:
-        """Bytes whose reads have not begun."""
+        """Bytes to read whose reads have not begun."""
         return self._queued.nbytes
 
     def start(self, executor: Executor) -> None:
-        """Begin to read what has been added since the last call."""
+        """Begin the reads that were queued since the last call."""
         queued, self._queued = self._queued, Reads(in_full=True)
         self._started.append(queued)
         queued.start(executor)
@@ -90,12 +102,12 @@ class NewArrays:
             check()
 
     def close(self) -> None:
-        """Stop what is still being read."""
+        """Stop the reads that still run."""
         for reads in self._started:
             reads.close()
 
     def read(self, executor: Callable[[int], Executor]) -> None:
-        """Read everything, with an executor for so many bytes; raises as :meth:`finish` does."""
+        """Run all reads; raises as :meth:`finish` does. ``executor`` makes an executor for a number of bytes."""
         with contextlib.closing(self), contextlib.closing(executor(self.nbytes)) as made:
             self.start(made)
             self.finish()

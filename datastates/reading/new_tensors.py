@@ -20,11 +20,11 @@ from datastates.state.new_memory import Into
 from datastates.state.strides import span
 
 FoundTensor = tuple[Row, Sequence[FoundRow]]
-"""Any row of a tensor, and all rows that hold elements of it, each with its file."""
+"""A stored tensor: any of its rows, and all rows that hold elements of it, each with its file."""
 
 
 def is_one_row(sources: Sequence[FoundRow]) -> bool:
-    """Whether a whole tensor is one row, whose strides it then has."""
+    """Whether a whole tensor is stored as one row. It is then read with the strides of the row."""
     return len(sources) == 1 and sources[0][1].flat is None
 
 
@@ -40,7 +40,7 @@ def nbytes_of(found: FoundTensor) -> int:
 
 
 def reserve(found: Iterable[FoundTensor], into: Into) -> None:
-    """Make room for tensors on the device that they are read to, if there is one."""
+    """Let torch reserve memory for tensors on the CUDA device that they are read to, if there is one."""
     if into.device is not None:
         memory.reserve(sum(nbytes_of(one) for one in found if into.kind(one[0].kind) == "torch"), into.device)
 
@@ -49,9 +49,12 @@ def new_tensor(found: FoundTensor, into: Into, reads: Reads) -> tuple[Any, Check
     """Allocate a whole tensor, and queue the reads that fill it.
 
     Args:
-        found: The tensor.
-        into: Whose array to read into.
-        reads: Gets the reads, which are in full.
+        found: The stored tensor.
+        into: Library and device of the new tensor.
+        reads: Gets the reads. It must be made with ``in_full``.
+
+    Returns:
+        The tensor, and a function that verifies it after the reads have ended.
     """
     row, sources = found
     if is_one_row(sources):
@@ -75,12 +78,12 @@ class Batch:
         """Allocate the tensors, and begin to read them.
 
         Args:
-            found: The tensors by full key.
-            into: Whose arrays to read into.
-            executor: Reads them.
+            found: The stored tensors by full key.
+            into: Library and device of the new tensors.
+            executor: Reads the tensors.
 
         Raises:
-            DatastatesError: What :meth:`~datastates.reading.reads.Reads.start` raises.
+            DatastatesError: As :meth:`~datastates.reading.reads.Reads.start` raises.
         """
         self._lock = threading.Lock()
         self._reads: Reads | None = Reads(in_full=True)
@@ -89,14 +92,14 @@ class Batch:
         self._reads.start(executor)
 
     def take(self, key: str) -> Any:
-        """Wait until all are read, and give out one. The batch does not keep it.
+        """Wait until all tensors are read, and hand one out. The batch does not keep it.
 
         Raises:
-            DatastatesError: What :meth:`~datastates.reading.reads.Reads.finish` raises, for any of the tensors.
+            DatastatesError: As :meth:`~datastates.reading.reads.Reads.finish` raises, about any tensor of the batch.
             ClosedError: The batch is closed, or has raised an error before.
         """
         with self._lock:
-            reads, self._reads = self._reads, None  # they keep all tensors' memory
+            reads, self._reads = self._reads, None  # the reads would keep all tensors' memory
             if reads is not None:
                 try:
                     reads.finish()
@@ -110,7 +113,7 @@ class Batch:
         return array
 
     def close(self) -> None:
-        """Stop what is still being read, and free the tensors that were not taken."""
+        """Stop the reads that still run, and free the tensors that were not taken."""
         with self._lock:
             if self._reads is not None:
                 self._reads.close()

@@ -1,4 +1,4 @@
-"""Finds live memory that reads of different bytes would fill."""
+"""Finds live memory that two reads would fill with different bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ COMPARED_AT_ONCE = 4 << 20
 
 
 def find(queues: Sequence[ReadQueue]) -> str | None:
-    """Keys of arrays that other reads would overwrite with different bytes; None if there are none.
+    """Look for reads that would fill the same memory with different bytes.
 
-    This happens if live arrays share memory but the saved ones did not.
+    Such reads occur if live arrays share memory but the saved ones did not.
+
+    Returns:
+        Keys of the arrays whose bytes one of the reads brings; None if there are no such reads.
     """
     if not queues or _are_disjoint(queues):
         return None
@@ -45,14 +48,14 @@ def find(queues: Sequence[ReadQueue]) -> str | None:
 
 
 def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -> bool:
-    """Whether two places, each a file and an offset, hold the same ``nbytes`` bytes."""
+    """Whether the ``nbytes`` bytes at two places in files are equal. A place is a file and an offset in bytes."""
     (a, a_at), (b, b_at) = ((read_bytes(source.path), offset) for source, offset in (first, second))
     pieces = ((at, min(COMPARED_AT_ONCE, nbytes - at)) for at in range(0, nbytes, COMPARED_AT_ONCE))
     return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
 
 
 def _are_disjoint(queues: Sequence[ReadQueue]) -> bool:
-    """Whether no two ranges go to the same memory."""
+    """Whether no two ranges of the queues fill the same memory."""
     columns = []
     for queue in queues:
         dest, runs = queue.ranges()
@@ -67,7 +70,7 @@ def _are_disjoint(queues: Sequence[ReadQueue]) -> bool:
 
 
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
-    """Columns of a queue's ranges, each stretch by itself: device, address, length, the queue's number, file offset."""
+    """Columns of all stretches of a queue's ranges: device, address, length, the queue's number, file offset."""
     dest, ranges = queue.ranges()
     which, runs = ranges.stretches()
     pointer, device, _ = queue.memory

@@ -1,4 +1,4 @@
-"""Compares what was read without checksums on the way with a checksum of the whole."""
+"""Compares records that have no checksums of chunks with a checksum of the whole record."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
 
 Check = Callable[[], None]
-"""Called when the reads have ended: verifies what was not verified on the way."""
+"""A function that is called when all reads have ended, and verifies bytes that had no checksum during the reads."""
 _STEP = 4 << 20
 """Bytes to read at a time to verify a record."""
 
 
 def check_block(source: TensorFile, record: int, block: Any) -> None:
-    """Compare a block of bytes with the checksum of its record, if it is the whole record and was not verified yet.
+    """Compare a record that was read with its checksum, unless its chunks were verified or only a part was read.
 
     Args:
         source: The file.
         record: The number of the record.
-        block: An array of bytes on any device.
+        block: The bytes that were read, as an array on any device.
 
     Raises:
-        CorruptError: They differ; the message names tensors in the record.
+        CorruptError: The bytes do not match the checksum; the message names tensors in the record.
     """
     crc = None if source.checked else source.record_crc(record)
     if crc is None or block.nbytes != int(source.record_nbytes[record]):
@@ -39,18 +39,18 @@ def check_block(source: TensorFile, record: int, block: Any) -> None:
 
 
 def check_record(source: TensorFile, record: int, key: str) -> bool:
-    """Read a record of a file without checksums of chunks, and compare it with its own, if it has one.
+    """Read a record of a file without chunk checksums, and compare it with the checksum of the record, if there is one.
 
     Args:
         source: The file.
         record: The number of the record.
-        key: Names what is read in the message of the error.
+        key: The key of the tensor that the error names.
 
     Returns:
-        Whether it has one.
+        Whether the record has a checksum.
 
     Raises:
-        CorruptError: They differ.
+        CorruptError: The record does not match its checksum.
         StorageError: Reading failed.
     """
     expected = source.record_crc(record)
@@ -71,9 +71,9 @@ def crc_of_record(source: TensorFile, record: int, progress: Callable[[int], obj
 
 
 def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]]) -> None:
-    """Compare the parts of a tensor with the checksums of their records, as far as that was not done before.
+    """Compare the parts of a tensor that was read with the checksums of their records, unless chunks were verified.
 
-    A part is compared if it is a whole record in row-major order.
+    Only a part that is a whole record in row-major order can be compared.
 
     Args:
         key: The full key of the tensor.
@@ -81,7 +81,7 @@ def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]])
         sources: The stored parts, each with its file.
 
     Raises:
-        CorruptError: One differs.
+        CorruptError: A part does not match the checksum of its record.
     """
     for source, row in sources:
         crc = None if source.checked else source.record_crc(row.record)

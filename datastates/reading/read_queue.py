@@ -42,13 +42,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Ranges of a file and their destinations, one column entry for each. Offsets and lengths are bytes.
+    """Ranges of a file and their destinations, one column entry for each. Offsets and lengths are in bytes.
 
     Attributes:
-        offset, nbytes: File offset and length of each.
-        pointer, device, stream: The destination of each, as in :class:`~datastates.state.shards.Buffer`.
-        whole: Whether each is a whole array, which is always verified.
-        key: For each that is not, the full key of its array.
+        offset, nbytes: File offset and length of each range.
+        pointer, device, stream: The destination of each range, as in :class:`~datastates.state.shards.Buffer`.
+        whole: Whether each range is a whole array, which is always verified.
+        key: The full key of the array that each range belongs to. A range that is a whole array needs none.
     """
 
     offset: U64
@@ -61,7 +61,10 @@ class Ranges:
 
     @staticmethod
     def joined(parts: Sequence[Ranges]) -> Ranges:
-        """Join at least one. Duplicates, as of tied tensors, are dropped: the same bytes to the same destination."""
+        """Join one or more objects. A range is dropped if another one brings the same bytes to the same destination.
+
+        Such duplicates come from tied tensors.
+        """
         all_ = [np.concatenate([getattr(p, c) for p in parts]) for c in Ranges.__slots__]
         order = np.lexsort((~all_[5], *all_[:4]))
         ordered = [c[order] for c in all_[:4]]
@@ -78,20 +81,20 @@ _ROW = np.dtype(
         *(("device", np.int32), ("stream", np.uint64), ("whole", bool), ("key", object)),
     ]
 )
-"""The types of the columns of :class:`Ranges`."""
+"""One row of :class:`Ranges`, with the types of its columns."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadQueue:
-    """The ranges of one file to read, and their destinations. In bytes.
+    """The ranges of one file to read, and their destinations. Offsets and lengths are in bytes.
 
-    The destinations of single ranges are numbered first, then those of several ranges.
+    Destinations are numbered: first those with one range, then those with several ranges.
 
     Attributes:
         source: The file.
-        many: Many ranges at once, each with a destination of its own.
-        rows: More of these, one by one: the entries of each in the columns of :class:`Ranges`.
-        owners: Objects that keep the memory of these alive.
+        many: Ranges with a destination of their own, in columns.
+        rows: More ranges with a destination of their own, one by one, as rows of :class:`Ranges`.
+        owners: Objects that keep the memory of all these destinations alive.
         runs: Destinations with several ranges: the full key of the array, the destination, and the ranges.
     """
 
@@ -102,9 +105,13 @@ class ReadQueue:
     runs: list[tuple[str, Buffer, Runs]] = field(default_factory=list)
 
     def add(self, key: str, offset: int, place: Buffer, *, whole: bool) -> None:
-        """Queue one range: from a file offset, as many bytes as ``place`` has. ``whole``: verify it at any cost.
+        """Queue one range of the file.
 
-        ``key`` is the full key of its array; empty if it is for no array.
+        Args:
+            key: The full key of the array; empty if the range is for no array.
+            offset: File offset of the range.
+            place: The destination. The range has as many bytes.
+            whole: Whether to verify all chunks of the range at any cost.
         """
         self.rows.append((offset, place.nbytes, place.pointer, place.device, place.stream, whole, key))
         self.owners.append(place)
@@ -121,7 +128,7 @@ class ReadQueue:
             self.runs.append((key, place, runs))
 
     def _single(self) -> Ranges:
-        """All ranges with destinations of their own."""
+        """All ranges with a destination of their own, in columns."""
         if self.rows or len(self.many) != 1:
             rows = np.array(self.rows, _ROW)
             self.many = [Ranges.joined([*self.many, Ranges(*(rows[name] for name in Ranges.__slots__))])]
@@ -130,12 +137,12 @@ class ReadQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is queued."""
+        """Whether no range is queued."""
         return not self.runs and not len(self._single().offset)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory to fill."""
+        """Bytes of memory that the reads of the file fill."""
         return int(self._single().nbytes.sum()) + sum(int(runs.size.sum()) for *_, runs in self.runs)
 
     @property
@@ -160,9 +167,11 @@ class ReadQueue:
         return dest[filled], every[filled]
 
     def wanted(self, *, straight: bool) -> FileRanges:
-        """Ranges for the planner. ``straight``: storage may be read straight into memory that begins on a page.
+        """Describe the ranges for the planner.
 
-        Direct I/O needs such memory. Most tensors do not begin on a page.
+        Args:
+            straight: Whether storage may be read straight into host memory that begins on a page. Direct I/O needs such
+                memory. Most tensors do not begin on a page.
         """
         single, (pointer, device, _) = self._single(), self.memory
         dest, wanted = self.ranges()
@@ -179,6 +188,6 @@ class ReadQueue:
         )
 
     def unverified(self, plan: ReadPlan) -> set[str]:
-        """The keys of arrays of which the plan reads some bytes without verifying them."""
+        """The full keys of arrays that the plan reads, wholly or in part, without verifying the bytes."""
         keys = np.append(self._single().key, np.array([key for key, *_ in self.runs], object))
         return set(keys[plan.unverified_dest].tolist())

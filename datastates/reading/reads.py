@@ -1,4 +1,4 @@
-"""Reads arrays of files into live arrays, with the planner and the executor."""
+"""Reads arrays from files into live arrays, with the planner and the executor."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
 from datastates.state.strides import span
 
 SMALL_STATE = 1 << 20
-"""A restore that fills fewer bytes may read so many unwanted ones, so that small states are verified completely."""
+"""A restore of fewer bytes may read as many unwanted bytes, so a small state is verified completely."""
 AHEAD_MINIMUM = 16 << 20
-"""Fewest bytes of containers that are read ahead."""
+"""Smallest size in bytes of a container that is read ahead."""
 AHEAD_RECORDS = 4096
 """Most records to plan a read-ahead for. Planning many tiny records would take longer than reading them ahead saves."""
 SMALL_COPY = 64 * 1024
-"""Mean bytes of a copy to a device from which on a part is copied straight there."""
+"""If the copies to a device have at least so many bytes on average, a part is copied there without a host copy."""
 SMALL_ROW = 256
-"""Mean bytes of rows from which on a device takes them at full speed, many in one copy."""
+"""If rows have at least so many bytes on average, one copy of many rows reaches a device at full speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The bytes that were read of all files.
+    """Counts of the bytes that were read of all files.
 
     Attributes:
-        needed_nbytes: Bytes of the files that were wanted; each is counted once.
+        needed_nbytes: Wanted bytes of the files; each is counted once.
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
-        shared_nbytes: Bytes of those that lie between wanted rows of matrices. Storage reads them once for all ranks of
-            a host.
+        shared_nbytes: Bytes among ``read_nbytes`` that lie between wanted rows of matrices. Storage reads them once for
+            all ranks of a host.
         received_nbytes: Wanted bytes that other ranks of the host read, and sent.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
-        unverified_keys: Full keys of the arrays that have such bytes, sorted.
+        unverified_keys: Full keys of the arrays with unverified bytes, sorted.
     """
 
     needed_nbytes: int
@@ -80,7 +80,7 @@ class Reads:
     """
 
     def __init__(self, *, in_full: bool = False) -> None:
-        """Begin without reads. ``in_full``: verify everything that is read, however many more bytes that reads."""
+        """Begin without reads. ``in_full``: verify all wanted bytes, even if that reads many unwanted ones."""
         self._jobs: list[ReadJob] = []  # first, as it is freed first: the end of a job stops its reads into the others
         self._exchange: Exchange | None = None  # likewise
         self._in_full = in_full
@@ -105,7 +105,7 @@ class Reads:
 
         Args:
             source: The file.
-            row: The stored row.
+            row: The stored row, in a record of the file.
             shard: The live shard.
 
         Raises:
@@ -119,7 +119,7 @@ class Reads:
             self._add_part(self._queue(source), row, shard)
 
     def add_memory(self, source: Source, offset: int, place: Buffer) -> None:
-        """Queue as many bytes as ``place`` has, from an offset of the file. All are verified."""
+        """Queue as many bytes as ``place`` has, from the file offset ``offset`` on. All are verified."""
         self._queue(source).add("", offset, place, whole=True)
 
     def add_many(self, source: Source, ranges: Ranges, owners: object) -> None:
@@ -131,7 +131,7 @@ class Reads:
     def _add_alike(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
         place = arrays.place(shard, row.stride)
         if place is None:
-            landing = array_memory.empty(replace(reference(row), kind=shard.kind))  # which it is copied to
+            landing = array_memory.empty(replace(reference(row), kind=shard.kind))  # read there, then copied
             self._copies.append((shard.source, landing))
             place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
         offset = int(queue.source.data_offset[row.record]) + row.offset
@@ -157,7 +157,7 @@ class Reads:
             self._land(queue, row, shard, block)
 
     def _land(self, queue: ReadQueue, row: Row, shard: Shard, block: Block) -> None:
-        """Queue a block of a row of any strides to be read into new host memory, and copied from there."""
+        """Queue a block of a row of any strides, to be read into new host memory and copied to the live array."""
         itemsize = row.dtype.itemsize
         apart = row.stride if row.flat is None else [step * row.stride[0] for step in block.steps]
         runs, stride = _stretches(block.size, apart)
@@ -170,22 +170,22 @@ class Reads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory to fill."""
+        """Bytes of memory that all reads fill."""
         return sum(queue.nbytes for queue in self._queues.values())
 
     def conflict(self) -> str | None:
-        """Keys of arrays that other reads would overwrite with different bytes; None if there are none."""
+        """Keys of arrays whose memory other reads would fill with different bytes; None if there are none."""
         return overlaps.find(list(self._queues.values()))
 
     def begin(self, source: Container, executor: Executor) -> bool:
-        """Begin to read a file that will probably be wanted whole, before that is certain. Call :meth:`close` later.
+        """Begin to read a whole file ahead, before it is certain that it is wanted. Call :meth:`close` later.
 
         Args:
             source: The file.
             executor: The executor; :meth:`start` must get the same one.
 
         Returns:
-            Whether there is room to begin with another file.
+            Whether there is room to read another file ahead.
         """
         extent_nbytes, offset = executor.extent_nbytes, source.data_offset
         if not len(offset):
@@ -217,7 +217,7 @@ class Reads:
             self._exchange.meet(ranks, executor, within)
 
     def close(self) -> None:
-        """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""
+        """Stop the reads that still run, and free the memory of extents that were read ahead and not taken."""
         self._jobs.clear()  # the end of a native job stops it
         if self._exchange is not None:
             self._exchange.close()
@@ -227,18 +227,18 @@ class Reads:
     def start(self, executor: Executor) -> None:
         """Begin to read all files at once. Call :meth:`finish` afterwards.
 
-        :func:`~datastates.planning.read.plan_read` decides what is verified.
+        :func:`~datastates.planning.read.plan_read` decides which chunks are verified.
         """
         self._executor = executor
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
-        # first the files that were read ahead: these hold blocks of the host cache until their jobs take them; then
-        # what other ranks wait for
+        # first the files that were read ahead, as their extents hold blocks of the host cache until jobs take them;
+        # then the files that other ranks wait for
         exchanged = () if self._exchange is None else self._exchange.queues
         queues.sort(key=lambda queue: (queue.source not in self._ahead, queue not in exchanged))
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
         try:
-            # what was read ahead is in the longest extents
+            # a read-ahead uses the longest extents
             longest = executor.extent_nbytes if self._ahead else executor.extent_for(self.nbytes)
             wanted = [(queue, *self._wanted(queue)) for queue in queues]
             self._submit(executor, wanted, longest)
@@ -251,7 +251,7 @@ class Reads:
     def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
         """The ranges to read of a file, and their destinations."""
         exchanged = None if self._exchange is None else self._exchange.reads(queue)
-        # the extents must be those that are read ahead
+        # the job of a file that is read ahead must have the same extents as the read-ahead
         return exchanged or (queue.wanted(straight=queue.source not in self._ahead), queue.memory)
 
     def _submit(
@@ -274,9 +274,9 @@ class Reads:
                 self._loose |= queue.unverified(plan)
 
     def finish(self) -> Tally:
-        """Wait until everything is read, then make the copies.
+        """Wait until everything is read, then copy arrays that were not read straight into place.
 
-        When it returns or raises, no memory is written to any more.
+        After it has returned or raised, no memory is written.
 
         Raises:
             CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
@@ -289,7 +289,7 @@ class Reads:
                 received = self._exchange.finish()
                 self._read_rest(self._exchange)
                 extra = self._exchange.extra_nbytes
-        finally:  # what this rank has not sent by now, the others read by themselves
+        finally:  # the other ranks read by themselves the rows that this rank has not sent by now
             if self._exchange is not None:
                 self._exchange.close()
         for array, landing in self._copies:
@@ -301,11 +301,11 @@ class Reads:
         return Tally(needed - extra, read, shared, received, unverified, tuple(sorted(self._loose)))
 
     def timeline(self) -> list[Span]:
-        """The spans of the work so far."""
+        """The spans of the work of all reads so far."""
         return [span for job in self._jobs for span in job.timeline()]
 
     def _read_rest(self, exchange: Exchange) -> None:
-        """Read what no other rank has sent."""
+        """Read the rows that other ranks were to send, and did not."""
         rest = [(queue, ranges, queue.memory) for queue, ranges in exchange.rest()]
         if rest:
             assert self._executor is not None
@@ -324,7 +324,10 @@ class Reads:
 
 
 def _suit_device(runs: Runs) -> bool:
-    """Whether runs are copied straight to a device: few copies of many bytes. Rows not far apart are one copy."""
+    """Whether runs are copied straight to a device. They are if that takes few copies of many bytes each.
+
+    Rows that lie close together in the file are one copy.
+    """
     nbytes, rows = runs.size.sum(), runs.count.sum()
     if rows == 1 or nbytes >= SMALL_COPY * rows:
         return True
@@ -349,10 +352,10 @@ def _region(shard: Shard, block: Block) -> Any:
 
 
 def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[Runs, tuple[int, ...]]:
-    """The stretches to read for a strided box, and the strides of the box once they lie end to end; in elements.
+    """The stretches to read for a strided box, and the strides of the box once the stretches lie end to end.
 
-    A stretch reaches from the first to the last element along the dimension of the smallest stride, with everything
-    between them. Stretches that touch are joined.
+    All numbers count elements. A stretch reaches from the first to the last element along the dimension of the smallest
+    stride, with all elements between them. Stretches that touch are joined.
 
     Returns:
         The stretches, counted from the box's first element; and the new strides of the box.

@@ -1,4 +1,4 @@
-"""A committed checkpoint, opened: which containers hold which parts. A container is opened when it is first needed."""
+"""An opened checkpoint: tells which containers hold which parts, and opens each container when it is first needed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Head:
 
     Attributes:
         path: The checkpoint directory, or a single container file.
-        step: The step that it was saved at; None for a single file that is of no checkpoint directory.
-        attempt: The random name that all its containers share.
-        ranks: The number of ranks that wrote it.
-        catalog: Its catalog; None if one rank wrote it.
-        container: Its container; None if several ranks wrote it, or for a single file.
+        step: The training step that it was saved at; None for a single file outside of a checkpoint directory.
+        attempt: The random name that all containers of the checkpoint share.
+        ranks: The number of ranks that wrote the checkpoint.
+        catalog: The manifest's entry of the catalog; None if one rank wrote the checkpoint.
+        container: The manifest's entry of the only container; None if several ranks wrote the checkpoint, or for a
+            single file.
     """
 
     path: Path
@@ -52,18 +53,18 @@ class Head:
 
     @classmethod
     def of(cls, path: Path, opened: Manifest) -> Head:
-        """The head of an opened manifest."""
+        """Take the head of the checkpoint at ``path`` from its manifest."""
         only = opened.containers[0] if opened.world_size == 1 else None
         return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
 
     def encode(self) -> bytes:
-        """The head as bytes."""
+        """Encode the head as bytes, to send it to other ranks."""
         catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
         return pack({**asdict(self), "path": os.fsencode(self.path), "catalog": catalog, "container": container})
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
-        """The inverse of :meth:`encode`."""
+        """Decode the bytes of :meth:`encode`."""
         fields = unpack(data)
         catalog, container = fields["catalog"], fields["container"]
         fields["catalog"] = catalog and CatalogEntry(**catalog)
@@ -118,7 +119,7 @@ class Stored:
 
     @property
     def step(self) -> int | None:
-        """The step that it was saved at; None for a single file that is of no checkpoint directory."""
+        """The training step that it was saved at; None for a single file outside of a checkpoint directory."""
         return self.head.step
 
     @cached_property
@@ -126,7 +127,7 @@ class Stored:
         """The catalog of a checkpoint that several ranks wrote.
 
         Raises:
-            FormatError: The catalog is damaged, or not the one that the manifest names.
+            FormatError: The catalog is damaged, or is not the catalog that the manifest describes.
             StorageError: The catalog cannot be read.
         """
         entry = self.head.catalog
@@ -144,7 +145,7 @@ class Stored:
         """A rank's container; None if the file is missing.
 
         Raises:
-            FormatError: The file is damaged, or not the container that the manifest or the catalog names.
+            FormatError: The file is damaged, or is not the container that the manifest or the catalog describes.
             StorageError: The file cannot be read.
         """
         self.open_containers([rank])
@@ -165,7 +166,7 @@ class Stored:
                 self._opened[rank] = one
 
     def named(self, rank: int) -> Named:
-        """A rank's container, as the manifest or the catalog names it."""
+        """A rank's container as the manifest or the catalog describes it: path, size and checksum of its index."""
         head = self.head
         if head.container is not None:
             file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)
@@ -175,7 +176,7 @@ class Stored:
         return Named.of(path, *expected, step=head.step, rank=rank, ranks=ranks, attempt=attempt)
 
     def expect_objects(self, rank: int) -> None:
-        """Ask the system for the objects of a rank's container, before it is asked for data that they would wait for.
+        """Ask the operating system to read the objects of a rank's container soon, ahead of the arrays.
 
         Raises:
             FormatError, StorageError: As :meth:`container` does.
@@ -184,9 +185,9 @@ class Stored:
             files.will_need(one.path, one.index.pickle_offset, one.index.pickle_nbytes)
 
     def base(self, provider: str, rank: int) -> Container | None:
-        """The container that a rank takes a provider's objects from; None if no container has the provider.
+        """The container from which a rank takes a provider's objects; None if no container has the provider.
 
-        It is the one with the rank's number if that has the provider, else another one.
+        It is the container with the rank's own number if that has the provider, else another rank's.
         """
         ranks = self.head.ranks
         own = self.container(rank) if rank < ranks else None
@@ -204,7 +205,7 @@ class Stored:
         return sorted({name for one in self._opened.values() for name in one.index.shards.providers})
 
     def holds(self, full: str) -> bool:
-        """Whether any rank saved an array with that full key. With several ranks, its container may be missing.
+        """Whether any rank saved an array with the full key. In a checkpoint of several ranks, its file may be missing.
 
         Raises:
             StorageError: One rank saved the checkpoint, and its container is missing.
@@ -214,7 +215,7 @@ class Stored:
         return self.catalog.find(key_hash(full)) is not None
 
     def find(self, full: str) -> Row | None:
-        """A row with any part of the logical tensor of that full key; None if there is none."""
+        """A row with any part of the logical tensor with the full key; None if there is none."""
         if self.head.ranks == 1:
             return self._row(0, full)
         tensor = self.catalog.find(key_hash(full))
@@ -229,10 +230,10 @@ class Stored:
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
         """The rows of whole tensors; see :meth:`datastates.reading.tensors.Tensors.whole`.
 
-        Only a part of a tensor is there if this is one of several containers, or if one is missing.
+        A tensor is there only in part if this is one of several containers, or if a container is missing.
         """
         rows = []
-        known = self.rows(0, fulls) if self.head.ranks == 1 else {}  # many at once take less time
+        known = self.rows(0, fulls) if self.head.ranks == 1 else {}  # faster than one key after the other
         for full in fulls:
             if (row := known[full][0] if full in known else self.find(full)) is None:
                 raise self._absent(full)
@@ -245,10 +246,10 @@ class Stored:
         return found
 
     def _absent(self, full: str) -> Exception:
-        """The error for an array of which no row is found."""
+        """The error for a full key under which no row was found."""
         if self.holds(full):
             return self._partial(full, "")
-        if "keys" in vars(self) and full in self.keys:  # they have been read from the containers
+        if "keys" in vars(self) and full in self.keys:  # keys have been read from the containers
             return FormatError(f"{self.path}: the catalog lacks {full!r}, which a container holds")
         return KeyError(full)
 
@@ -268,7 +269,7 @@ class Stored:
         held, keys = [], {}
         for rank in sorted(asked.keys() - self.lost.keys()):
             source, numbers = self._opened[rank], tuple(asked[rank])
-            if numbers not in keys:  # the containers mostly have parts of the same tensors
+            if numbers not in keys:  # most containers have parts of the same tensors
                 keys[numbers] = AskedKeys([wanted[number][0].key for number in numbers])
             which, row = source.shards.by_key.rows(keys[numbers])
             held.append(Held(source, np.array(numbers)[which], row))
@@ -282,7 +283,7 @@ class Stored:
         return [] if tensor is None else self.catalog.holders(tensor, *part.bounds)
 
     def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, list[Row]]:
-        """A rank's rows by those full keys: the parts that it has of each; keys that it does not have are left out."""
+        """The rows of a rank's container by full key: its parts of each tensor. Keys that it lacks are left out."""
         if (source := self.container(rank)) is None:
             return {}
         found = source.index.shards.by_key.find(fulls)
@@ -312,11 +313,11 @@ class Stored:
 
     @property
     def is_listed(self) -> bool:
-        """Whether asking for the keys opens no containers."""
+        """Whether reading :attr:`keys` opens no containers, except the only one of a checkpoint of one rank."""
         return "keys" in self.__dict__ or self.head.ranks == 1
 
     def has_lost(self, full: str, rank: int) -> bool:
-        """Whether a rank saved an object with that full key in a container that is known to be missing."""
+        """Whether a rank saved an object with the full key in a container that is known to be missing."""
         if rank not in self.lost or self.head.ranks == 1:
             return False
         found = self.catalog.find(object_hash(full))
@@ -328,13 +329,13 @@ class Stored:
         return list(dict.fromkeys(table.keys[i] for table in tables for i in table.of_provider(provider)))
 
     def strangers(self, wanted: U64, providers: Collection[str]) -> list[str]:
-        """Full keys of these providers that were saved and that no rank wants, sorted.
+        """Full keys of arrays of these providers that were saved and that no rank wants, sorted.
 
-        The catalog has only hashes of keys, so containers are opened until every unwanted hash has been found in one.
+        The catalog has only hashes of keys. So containers are opened until each unwanted hash has been found in one.
 
         Args:
-            wanted: Hashes of the keys that are wanted.
-            providers: The names that the providers are stored under.
+            wanted: Hashes of all full keys that any rank wants.
+            providers: The names under which the providers are stored.
         """
         taken = set(wanted.tolist())
         left = set(self.catalog.keys().tolist()) - taken if self.head.ranks > 1 else None
@@ -351,7 +352,7 @@ class Stored:
             keys |= {object_hash(full_key(*key)): key for key in objects}
             found += [full_key(*key) for n, key in keys.items() if n not in taken and key[0] in providers]
             if left is not None:
-                left.difference_update(keys)  # also those of other providers, which need not be looked for
+                left.difference_update(keys)  # keys of other providers, too: they need not be looked for
         return sorted(set(found))
 
     def objects(self) -> dict[str, ObjectEntry]:
@@ -359,7 +360,7 @@ class Stored:
         return by_key(entry for source in self._every() for entry in source.objects)
 
     def digest(self, full: str) -> int | None:
-        """The sum of all parts' contributions to the digest of a tensor; None if one is unknown."""
+        """The sum of all parts' contributions to the digest of a tensor; None if a contribution is unknown."""
         if self.head.ranks == 1:
             return contributed(self.rows(0, [full]).get(full, []))
         tensor = self.catalog.find(key_hash(full))

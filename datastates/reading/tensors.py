@@ -24,7 +24,7 @@ class TensorFile(Source, Protocol):
 
     @property
     def shards(self) -> ShardTable:
-        """The tensors, or parts of tensors, that lie in its records."""
+        """The tensors, or parts of tensors, that lie in the file's records."""
 
     @property
     def record_nbytes(self) -> U64:
@@ -32,36 +32,42 @@ class TensorFile(Source, Protocol):
 
     @property
     def objects(self) -> Sequence[ObjectEntry]:
-        """The entries of its objects, which are no tensors."""
+        """The entries of the file's objects, which are no tensors."""
 
     @property
     def checked(self) -> bool:
-        """Whether its chunks have checksums, so that what is read of it is verified on the way."""
+        """Whether the file's chunks have checksums, so bytes are verified while they are read."""
 
     def record_crc(self, record: int) -> int | None:
-        """CRC-32 of a whole record; None if it has none."""
+        """CRC-32 of a whole record; None if the file has none for it."""
 
     def corrupt(self, key: str) -> CorruptError:
-        """The error for damaged data, which ``key`` names in its message."""
+        """Make the error for damaged data of the tensor ``key``."""
 
     def read_row(self, row: Row) -> memoryview:
         """Read the bytes from a row's first element to its last.
 
-        They are verified where the chunks have checksums, and where the row fills a record that has one.
+        The bytes are verified if the chunks have checksums, or if the row fills a record that has one.
 
         Raises:
-            CorruptError: They do not match.
+            CorruptError: The bytes do not match their checksum.
             StorageError: Reading failed.
         """
 
 
 FoundRow = tuple[TensorFile, Row]
-"""A row, and the file that it is in."""
+"""The file that a row is in, and the row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Rows of one file that may share elements with parts that are wanted: the parts' numbers, and the rows'."""
+    """Rows of one file that may share elements with wanted parts, in columns with an entry for each pair.
+
+    Attributes:
+        file: The file.
+        part: Number of the wanted part.
+        row: Number of the row in the file's table.
+    """
 
     file: TensorFile
     part: I64
@@ -71,21 +77,21 @@ class Held:
 class Found(Sequence[Sequence[FoundRow]]):
     """For each wanted part, the rows that may share elements with it, each with its file.
 
-    Rows are made when the first one is asked for. Rows without elements are left out.
+    The rows are made when the first item is read. Rows without elements are left out.
 
     Attributes:
-        held: The same in columns, an entry for each file.
+        held: The same pairs of part and row as numbers, an entry for each file.
     """
 
     def __init__(self, likes: Sequence[Row], held: Sequence[Held]) -> None:
-        """Take what was found.
+        """Check the found rows against the wanted tensors.
 
         Args:
             likes: For each wanted part, any row of its tensor.
-            held: The rows, an entry for each file.
+            held: The found rows, an entry for each file.
 
         Raises:
-            FormatError: A file has a tensor with another type or shape.
+            FormatError: A file has a tensor with another element type or shape than the tensor's other rows.
         """
         self._count = len(likes)
         self.held = held
@@ -106,7 +112,7 @@ class Found(Sequence[Sequence[FoundRow]]):
     @overload
     def __getitem__(self, i: slice) -> Sequence[Sequence[FoundRow]]: ...
     def __getitem__(self, i: int | slice) -> Sequence[FoundRow] | Sequence[Sequence[FoundRow]]:
-        """The rows that were found for the part of that number."""
+        """The rows that were found for part number ``i``."""
         return self._made[i]
 
     @cached_property
@@ -128,34 +134,34 @@ class Tensors(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The step that it was saved at; None if it does not say."""
+        """The training step that the checkpoint was saved at; None if it does not say."""
 
     @property
     def lost(self) -> Mapping[int, Path]:
-        """The paths of files that were needed and are missing, by number."""
+        """The paths of files that were needed and are missing, by the number of the file."""
 
     @property
     def keys(self) -> Mapping[str, object]:
-        """The full keys, in the order of the files."""
+        """The full keys of all tensors, in the order of the files."""
 
     @property
     def is_listed(self) -> bool:
-        """Whether asking for the keys opens no files."""
+        """Whether :attr:`keys` can be read without opening more files."""
 
     def holds(self, full: str) -> bool:
-        """Whether there is a tensor with that full key."""
+        """Whether there is a tensor with the full key."""
 
     def find(self, full: str) -> Row | None:
-        """A row with any part of the tensor of that full key; None if there is none."""
+        """A row with any part of the tensor with the full key; None if there is none."""
 
     def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[FoundRow]]]:
-        """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
+        """For each full key, any row of its tensor, and all rows that hold elements of the tensor, each with its file.
 
-        A tensor without elements has no such rows.
+        No row holds elements of a tensor that has none.
 
         Raises:
             KeyError: There is no tensor with one of the keys.
-            DatastatesError: Only a part of a tensor is there.
+            DatastatesError: A tensor is there only in part.
             FormatError: A file is damaged, or the parts of a tensor are of different types or shapes.
             StorageError: A file cannot be read.
         """
@@ -167,14 +173,14 @@ class Tensors(Protocol):
             wanted: For each part, any row of its tensor, and the part.
 
         Returns:
-            For each part, its sources.
+            For each part, the rows.
 
         Raises:
             FormatError: The parts of a tensor are of different types or shapes.
         """
 
     def digest(self, full: str) -> int | None:
-        """The sum of all parts' contributions to the digest of a tensor; None if one is unknown."""
+        """The sum of all parts' contributions to the digest of a tensor; None if a contribution is unknown."""
 
     def objects(self) -> Mapping[str, ObjectEntry]:
         """The objects, which are no tensors, by full key."""

@@ -1,4 +1,4 @@
-"""Reads the arrays that follow those accessed in order, before they are asked for."""
+"""Reads arrays ahead, before they are asked for, while a checkpoint's arrays are accessed in the order of the keys."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ from datastates.state.new_memory import Into
 _log = logging.getLogger("datastates")
 
 MOST_NBYTES = 512 << 20
-"""Bytes of arrays that are read ahead at most. A larger array is not read ahead."""
+"""Most bytes of arrays that are read ahead. A larger array is not read ahead."""
 FIRST_NBYTES = 8 << 20
 """Bytes that are read ahead once two arrays were accessed in order."""
 _BATCHES = 4
-"""Into how many batches that is divided. The next one begins when there is room for it."""
+"""Number of batches into which the window is divided. The next batch begins when there is room for it."""
 _FIRST_KEYS, _MOST_KEYS = 8, 1024
-"""How many arrays are looked up together, at first and at most."""
+"""Number of keys that are looked up together at first, and the most."""
 
 
 class NextTensors:
     """The window of arrays that are read ahead. Not thread-safe.
 
-    It begins behind two arrays that were accessed one after the other, in the order of the keys. It grows with each
-    array that is taken, and always has room for one. So no more is read in vain than was wanted, beside
-    :data:`FIRST_NBYTES` or one array. The window's arrays may be taken in any order. Nothing is read ahead as long as
-    listing the keys would open files.
+    The window begins after two arrays were accessed one after the other, in the order of the keys. It has room for
+    :data:`FIRST_NBYTES` bytes, or for one larger array, and grows by each array that is taken. So the bytes that are
+    read and never taken exceed the bytes taken by at most that much. The window's arrays may be taken in any order.
+    Nothing is read ahead as long as listing the keys would open files.
     """
 
     def __init__(self, stored: Tensors, into: Into) -> None:
-        """Begin with an empty window. ``into``: whose arrays to read into."""
+        """Begin with an empty window. ``into``: library and device of the new arrays."""
         self._stored = stored
         self._into = into
         self._last: str | None = None
         self._expects_first = False
-        self._window: dict[str, tuple[Batch, int]] = {}  # with the bytes of each array
+        self._window: dict[str, tuple[Batch, int]] = {}  # by key: the batch, and the bytes of the array
         self._nbytes = 0
         self._limit = 0
         self._stream = 0
         self._process = 0
-        self._next = 0  # the number of the first key that was not looked up
+        self._next = 0  # number of the first key that was not looked up yet
         self._asked = 0
         self._found: deque[tuple[str, FoundTensor]] = deque()
         self._failed = False
 
     def expect_first(self) -> None:
-        """Take an access of the first key as one in order."""
+        """Treat an access of the first key, if it comes next, as an access in order."""
         self._expects_first = True
 
     def take(self, key: str) -> Batch | None:
-        """The batch that an array is in, if it was read ahead; it leaves the window. Call :meth:`fill` afterwards."""
+        """Take an array out of the window; returns its batch, or None if it was not read ahead.
+
+        Call :meth:`fill` afterwards.
+        """
         if self._process != os.getpid() or self._stream != self._current_stream():
-            self.close()  # torch would reuse the arrays' memory without waiting for the other stream
+            self.close()  # torch would reuse the memory of the arrays without waiting for the stream they were made on
         batch, nbytes = self._window.pop(key, (None, 0))
         self._nbytes -= nbytes
         self._limit = min(MOST_NBYTES, self._limit + nbytes)
@@ -69,7 +72,7 @@ class NextTensors:
     def fill(self, executor: Callable[[], Executor]) -> None:
         """Begin to read as many arrays as there is room for in the window.
 
-        An error ends reading ahead. It is met again when its array is asked for.
+        An error ends reading ahead. It occurs again, and is raised, when its array is asked for.
 
         Args:
             executor: Returns the executor that reads.
@@ -86,7 +89,7 @@ class NextTensors:
             self.close()
 
     def close(self) -> None:
-        """Stop what is being read, and empty the window."""
+        """Stop the reads that still run, and empty the window."""
         if self._process == os.getpid():  # the threads that read do not survive a fork
             for batch in {id(batch): batch for batch, _ in self._window.values()}.values():
                 batch.close()
@@ -95,7 +98,7 @@ class NextTensors:
         self._nbytes = self._limit = 0
 
     def _follows(self, key: str) -> bool:
-        """Whether a key is the one after the last one that was asked for."""
+        """Whether a key directly follows the last key that was asked for."""
         last, self._last = self._last, key
         expects_first, self._expects_first = self._expects_first, False
         if (last is None and not expects_first) or self._failed or not self._stored.is_listed:
@@ -112,7 +115,7 @@ class NextTensors:
         return dict(zip(self._keys, range(len(self._keys)), strict=True))
 
     def _begin(self, number: int) -> None:
-        """Begin a new window with the key of that number."""
+        """Begin a new window with the key number ``number``."""
         self.close()
         self._next, self._asked = number, _FIRST_KEYS
         self._limit, self._stream, self._process = FIRST_NBYTES, self._current_stream(), os.getpid()
@@ -122,7 +125,7 @@ class NextTensors:
         return self._limit > 0 and self._nbytes <= room and self._stream == self._current_stream()
 
     def _look_up(self) -> dict[str, FoundTensor]:
-        """Look up the arrays of the next batch; none at the end of the keys."""
+        """Look up the arrays of the next batch; empty at the end of the keys."""
         some: dict[str, FoundTensor] = {}
         nbytes, enough = self._nbytes, self._nbytes + max(1, self._limit // _BATCHES)
         while nbytes < enough and len(some) < _MOST_KEYS:

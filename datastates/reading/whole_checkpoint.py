@@ -31,7 +31,7 @@ from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 
 READ_AT_ONCE = 1 << 30
-"""Bytes of records to allocate before their reads begin: memory of a device takes time to allocate."""
+"""Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
 
 
 @gc_pause.paused()
@@ -46,10 +46,10 @@ def load(
     """Read a checkpoint directory, or one container file, as nested arrays and objects.
 
     Args:
-        path: A checkpoint directory, a directory of them (the newest is read), or one container file.
-        executor: Makes an executor for reading so many bytes.
+        path: A checkpoint directory, a directory of checkpoints (the newest is read), or one container file.
+        executor: Makes an executor for reading a number of bytes.
         trust: As for :func:`datastates.load`.
-        into: Whose arrays to read into.
+        into: Library and device of the new arrays.
         place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
             instead. It is used only if there is a single container, in which each tensor is one part.
 
@@ -75,7 +75,7 @@ def load(
 
 
 def _has_parts(path: Path, sources: Sequence[Container]) -> bool:
-    """Whether tensors are put together from parts. In one rank's file, a part is a tensor of the part's shape."""
+    """Whether tensors must be put together from parts. A part in a single file is read as a tensor of its own."""
     table = sources[0].index.shards
     return len(sources) > 1 or bool(table.by_key.repeated) or (not path.is_file() and bool((table.part != WHOLE).any()))
 
@@ -86,11 +86,11 @@ class _Piece:
 
     Attributes:
         source: The container.
-        provider: The provider whose only object it is; None if it is of several providers.
-        whole: Whether it is all of ``data.pkl``.
-        opcodes: The opcodes that push it.
-        value: What it holds.
-        complete: Whether nothing of the value has to be built once all arrays are read.
+        provider: Name of the provider whose only object the piece is; None if it holds several providers.
+        whole: Whether the piece is all of ``data.pkl``.
+        opcodes: The pickle opcodes that push the piece's value.
+        value: The value of the piece.
+        complete: Whether the value needs no more building once all arrays are read.
     """
 
     source: Container
@@ -101,7 +101,7 @@ class _Piece:
     complete: bool = False
 
     def survey(self, arrays: _Arrays, trust: Trust, into: Into) -> None:
-        """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
+        """Read the value before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
             self.complete = self._read_natively(name, arrays)
         if not self.complete:
@@ -120,11 +120,11 @@ class _Piece:
             return fill(self.value, lambda ref: arrays.referred(self.source, full_key(name, ref.key), ref))
         except (FormatError, ImportError):
             raise
-        except Exception as error:  # for example a parameter of integers that is said to require a gradient
+        except Exception as error:  # for example a parameter of integers with the flag that it requires a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
     def built(self, arrays: _Arrays, trust: Trust, into: Into) -> dict[str, Any]:
-        """The values by provider, now that all arrays are read."""
+        """Build the value, now that all arrays are read; returns the providers' values by name."""
         value = self.value
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
@@ -133,7 +133,10 @@ class _Piece:
 
 
 def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
-    """The providers of a container, each by itself if all of them have one object that holds everything."""
+    """Cut ``data.pkl`` into pieces: one for each provider, if each provider has one object that holds everything.
+
+    Otherwise the whole of ``data.pkl`` is one piece.
+    """
     index, body = source.index, pickle_writer.body(data)
     names = [index.shards.providers[stored.provider] for stored in index.objects if stored.key == ""]
     if len(index.objects) != len(names) or sorted(names) != sorted(index.shards.providers):
@@ -146,7 +149,7 @@ def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """Merge the values of two ranks: the keys of both. For a key that both have, the value of the lower rank."""
+    """Merge two ranks' values: the result has the keys of both, and the leaf of ``first`` where both have one."""
     if isinstance(first, dict) and isinstance(second, dict):
         for key, value in second.items():
             first[key] = _merged(first[key], value) if key in first else value
@@ -156,12 +159,12 @@ def _merged(first: Any, second: Any) -> Any:
 
 
 def _is_tied(a: Row, of_a: Logical, b: Row, of_b: Logical) -> bool:
-    """Whether two parts that share memory are the same part of tensors with the same elements."""
+    """Whether two rows at the same place are the same part of two tensors whose digests say that they are equal."""
     return a.part == b.part and of_a.stored_digest == of_b.stored_digest
 
 
 class _Arrays(ABC):
-    """New memory for all arrays, as the objects of containers refer to them.
+    """New memory for all arrays of a checkpoint. The objects of containers refer to these arrays.
 
     Attributes:
         new: The arrays, and the reads that fill them.
@@ -170,19 +173,22 @@ class _Arrays(ABC):
     new: NewArrays
 
     def start(self, executor: Callable[[int], Executor]) -> None:
-        """Begin to read and verify all of it."""
+        """Begin to read and verify all arrays."""
         self.new.start(executor(self.new.nbytes))
 
     @abstractmethod
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
+        """The array with the full key ``full``, as a parameter or with a gradient if ``ref`` says so.
+
+        Tied arrays are the same object.
+        """
 
     @abstractmethod
     def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in a container; None if the index lists none there."""
+        """The array at a place in a container; None if the index lists no array there."""
 
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a place in a container's objects."""
+        """A function that returns the array for a reference in the objects of a container."""
 
         def array(stored: StoredArray) -> object:
             found = self.at(source, place_in_pickle(stored))
@@ -210,7 +216,7 @@ class _WholeTensors(_Arrays):
                 source = sources[number]
                 place = self._places[id(source), key] = place_of(row)
                 other = rows.setdefault((id(source), place), row)
-                # objects refer to a place, so they would get the wrong one of two tensors
+                # objects refer to a place: with two tensors at one place they would get the wrong tensor
                 if other.key != key and not _is_tied(other, tensors[other.key], row, tensor):
                     both = f"{other.key!r} and {key!r}"
                     raise FormatError(f"{both} share memory in {source.path}, but are different tensors")
@@ -224,10 +230,10 @@ class _WholeTensors(_Arrays):
 
 
 def _found(key: str, tensor: Logical, sources: Sequence[Container]) -> FoundTensor:
-    """The parts of a tensor, each with its container; raises FormatError if they are not the tensor, each part once."""
+    """The parts of a tensor, each with its container; raises FormatError if parts overlap or are missing."""
     if not tensor.is_complete:
         raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-    # as many elements as the tensor has, but not all of them: some are there twice
+    # the parts have as many elements as the tensor; if one is missing, another is there twice
     if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
         raise FormatError(f"{key!r} has parts that overlap")
     return tensor.parts[0][2], [(sources[number], row) for number, _, row in tensor.parts if row.part.numel]
@@ -243,7 +249,7 @@ class _Records(_Arrays):
         self._table = table = source.index.shards
         self._numbers = dict(zip(table.by_key, range(len(table)), strict=True))
         self._record, self._offset = table.record.tolist(), table.offset.tolist()
-        # a block from torch can be viewed as arrays of both kinds, so torch, the last in order, wins a record of both
+        # torch memory can be viewed as arrays of both libraries: torch, the last in order, wins a record with both
         kinds = (into.kind(KINDS[kind]) for kind in table.kind.tolist())
         self._kinds = dict(sorted(zip(self._record, kinds, strict=True)))
 
@@ -259,16 +265,16 @@ class _Records(_Arrays):
         return {place_of(row): number for number, row in enumerate(self._table.rows(range(len(self._table))))}
 
     def _array(self, source: Container, number: int, ref: ArrayRef) -> Any:
-        """The array of a row; tied ones are the same object."""
+        """The array of row number ``number``. Tied arrays are the same object."""
         return self.new.view(source, self._record[number], ref, self._offset[number])
 
     def start(self, executor: Callable[[int], Executor]) -> None:
-        """Allocate all records, and begin to read and verify them meanwhile."""
+        """Allocate memory for all records, and meanwhile begin to read and verify them."""
         sizes = self._source.index.records.nbytes.tolist()
         made = executor(sum(sizes))
         if self._into.device is not None:
             memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._into.device)
-        waiting = 0  # summed here: what is queued is sorted each time that its bytes are asked for
+        waiting = 0  # summed here, as `NewArrays.nbytes` sorts all queued reads
         for record, nbytes in enumerate(sizes):
             self.new.record(self._source, record, self._kinds.get(record, "numpy"))
             waiting += nbytes
@@ -279,7 +285,7 @@ class _Records(_Arrays):
 
 
 def _read_pickle(source: Container) -> bytes:
-    """Read and verify all of ``data.pkl``; raises CorruptError, which names the damaged object where it is one."""
+    """Read and verify all of ``data.pkl``; raises CorruptError, which names the damaged object if one is damaged."""
     index = source.index
     data = read_bytes(source.path)(index.pickle_offset, index.pickle_nbytes)
     if checksums.crc32(data) != index.pickle_crc:
