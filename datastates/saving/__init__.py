@@ -1,4 +1,4 @@
-"""Saving: collects what providers describe, plans it, writes it and commits it."""
+"""Takes snapshots: collects the shards of providers, plans the file, writes it and commits it."""
 
 from datastates.saving.engine import Engine
 from datastates.saving.report import Report

@@ -1,4 +1,4 @@
-"""Collects and checks what the providers describe for one snapshot. An unchanged structure is reused by the next."""
+"""Collects and checks the shards of all providers for one snapshot. The next snapshot reuses an unchanged structure."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Collected:
 
     Attributes:
         providers: The providers, in the caller's order.
-        structure: The arrays; it may be that of an earlier snapshot.
-        columns: The structure's buffers where they lie now.
-        described: What each provider returned, which keeps the memory alive.
+        structure: The arrays without contents. An earlier snapshot's structure is used again while it holds.
+        columns: The structure's buffers at their present addresses.
+        described: The shards that each provider returned, which keep the memory alive.
         sources: For each array shard, the live array.
         memory: Objects that keep the arrays' memory alive, even if an array is given other memory.
         objects: Object shards, each with its provider's number.
@@ -69,7 +69,7 @@ def collect(
     Args:
         providers: The providers.
         last: The structure of the last snapshot. It is returned again if it still holds.
-        knowledge: What is known from the last snapshot. It is given to new providers, and updated.
+        knowledge: The knowledge of the last snapshot's providers. New providers get it, and it is updated.
         rank: The number of this rank.
         ranks: The number of ranks that save together.
 
@@ -174,7 +174,7 @@ def _structure(
 
 
 def _in_part(rows: list[tuple[int, Shard]], names: tuple[str, ...], sources: Sequence[object]) -> str | None:
-    """The full key of an array of JAX, or of a DTensor, that lacks elements. Its parts do not overlap."""
+    """The full key of a JAX array or DTensor that lacks elements; None if there is none. Parts must not overlap."""
     left: dict[tuple[int, str], int] = {}
     for (p, shard), source in zip(rows, sources, strict=True):
         if (shard.kind == "jax" or dtensors.is_dtensor(source)) and shard.shape != shard.global_shape:
@@ -203,12 +203,12 @@ def _checked_rows(
 
 
 def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int, ranks: int) -> set[int]:
-    """Replace each array that another rank is to write by an empty part; returns the numbers of these rows.
+    """Replace each array that another rank writes by an empty part; returns the numbers of the replaced rows.
 
     Arrays that share memory have the same owner: they are written once, and share one record.
 
     Raises:
-        ProviderError: The ranks that are said to hold an array are without this one, or not all among those that save.
+        ProviderError: The ``replicas`` of an array lack this rank, or name a rank that does not save.
     """
     left: set[int] = set()
     for i, (p, shard) in enumerate(rows):
@@ -233,7 +233,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
     parts = []
     for members in groups.values():
         owned.append(_owner_of(rows[i][1] for i in members))
-        # several parts of one tensor are told apart by where they begin
+        # the offset tells several parts of one tensor apart
         first = min(f"{full_key(names[p], s.key)} {s.offset}" for p, s in (rows[i] for i in members))
         _, shard = rows[members[0]]
         assert shard.buffer is not None
@@ -252,7 +252,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
 
 
 def _owner_of(shards: Iterable[Shard]) -> int | None:
-    """The rank that writes arrays that share memory; None if their ranks share out the work."""
+    """The rank that must write arrays that share memory; None if any of the ranks that hold them may."""
     for shard in shards:
         if shard.owner is not None or not shard.lazy:
             return min(shard.replicas) if shard.owner is None else shard.owner
@@ -260,14 +260,14 @@ def _owner_of(shards: Iterable[Shard]) -> int | None:
 
 
 def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:
-    """Identifies the memory that an array lies in. An empty array counts as memory of its own."""
+    """A tuple that is equal for two array shards if they have the same buffer. An empty array has its own."""
     buffer = row[1].buffer
     assert buffer is not None
     return (buffer.device, buffer.pointer, buffer.nbytes) if buffer.nbytes else (row[0], row[1].key)
 
 
 def _empty_part(shard: Shard, number: int) -> Shard:
-    """An empty part of an array. Only empty parts with the same ``number`` share a record."""
+    """Make an empty part of an array. Only empty parts with the same ``number`` share a record."""
     nothing = Buffer(number, 0)
     return replace(
         shard, shape=(0,), stride=(1,), offset=None, flat=(0, 0), lazy=False, buffer=nothing, buffer_offset=0
@@ -296,7 +296,7 @@ def _no_list(name: str) -> ProviderError:
 
 
 def _check_objects(keys: set[tuple[int, str]], structure: Structure) -> None:
-    """Refuse an object that has an array's key, and one beside an object that is its provider's whole value."""
+    """Refuse an object that has an array's key, and any object beside one with the empty key."""
     apart = {(p, key) for p, key in keys if key}
     if not apart:
         return
@@ -350,7 +350,7 @@ def _flaw(shard: Shard) -> str | None:
 
 
 def _storages(values: Sequence[Any]) -> list[object]:
-    """The storages of the torch tensors among some values.
+    """The storages of the torch tensors among the values.
 
     A storage keeps its memory alive, even if its tensor is given other memory (``tensor.data = ...``).
     """

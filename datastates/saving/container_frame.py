@@ -29,7 +29,7 @@ from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 @dataclass(frozen=True, slots=True)
 class ContainerFraming:
-    """Plans containers. See :class:`~datastates.saving.frame.Framing`.
+    """Plans containers, one for each structure. See :class:`~datastates.saving.frame.Framing`.
 
     Attributes:
         ranks: The number of ranks that save together.
@@ -56,7 +56,7 @@ class ContainerFraming:
         literal = archive.encode_framing(records, nest)
         try:
             table = table_of(structure.names, structure.arrays, record)
-            table.check(records.nbytes)  # so that nothing is written that a reader would refuse
+            table.check(records.nbytes)  # refuse now what a reader would refuse later
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
         stored: list[dict[str, StoredArray]] = [{} for _ in structure.names]
@@ -71,7 +71,7 @@ class ContainerFraming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContainerFrame:
-    """The bytes of a container besides those of the arrays. See :class:`~datastates.saving.frame.Frame`."""
+    """Plans and encodes the bytes of a container besides the arrays'. See :class:`~datastates.saving.frame.Frame`."""
 
     plan: WritePlan
     records: Records
@@ -79,13 +79,16 @@ class ContainerFrame:
     claims: Claims | None
     digests: DigestPlan
     stored: list[dict[str, StoredArray]]
-    """The arrays of each provider by key."""
+    """For each provider, the places of its arrays in the container, by key."""
     pickle_offset: int
     nest: Nest | None
     bare: bool
 
     def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
-        """For each array, its row, then offset and length in the file of its data and of the archive around it."""
+        """For each array, its row, then offset and length in the file of its data, and of the archive around the data.
+
+        For nested archives only.
+        """
         assert self.nest is not None
         data = zip(self.records.data_offset.tolist(), self.records.nbytes.tolist(), strict=True)
         archives = zip(*(x.tolist() for x in self.nest.places(self.records)), strict=True)
@@ -93,7 +96,7 @@ class ContainerFrame:
         return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
 
     def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
-        """Encode ``data.pkl``; the function that is returned encodes the index."""
+        """Encode ``data.pkl``; the returned function then encodes the index."""
         pickle, stored = data_pkl.encode_pickle(self._states(objects), self.pickle_offset, bare=self.bare)
 
         def encode_tail(job: WriteJob, identity: Identity) -> Tail:

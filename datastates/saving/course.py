@@ -1,4 +1,4 @@
-""":class:`Course`: what a snapshot has reached, why it failed, and who waits for it."""
+""":class:`Course`: the progress of a snapshot, its error if it failed, and the waits for it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from datastates.executor.timeline import TRAINING_THREAD, Span
 _log = logging.getLogger("datastates")
 
 _silent: set[Course] = set()
-"""Failed snapshots whose error has not been delivered to anybody."""
+"""The courses of failed snapshots whose error has not been delivered to anybody."""
 
 
 @atexit.register
 def _tell_at_exit() -> None:
-    workers.finish()  # what exit functions have taken, and threads that outlived the main thread
+    workers.finish()  # ends snapshots that exit functions took, and threads that outlived the main thread
     for course in _silent:
         _log.error("snapshot %d failed, and nobody asked: %s", course.step, course.error)
     if _silent and sys.stderr is not None:
@@ -57,7 +57,7 @@ def _forget_frames(error: BaseException, *, log: bool) -> None:
     """
     if log and not isinstance(error, DatastatesError):
         _log.error("a snapshot failed", exc_info=error)
-    seen: set[int] = set()  # errors may form a cycle: one that was told to other ranks may cause its own context
+    seen: set[int] = set()  # errors may form a cycle: an error that was told to other ranks may cause its own context
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
@@ -69,16 +69,18 @@ def _forget_frames(error: BaseException, *, log: bool) -> None:
 
 
 class Course:
-    """The course of one snapshot. The engine sets it; a :class:`~datastates.Snapshot` shows it to users. Thread-safe.
+    """The progress of one snapshot through its states: captured, persisted, committed, or failed. Thread-safe.
+
+    The engine sets it; a :class:`~datastates.Snapshot` shows it to users.
 
     Attributes:
-        step: The step that the snapshot was taken at.
+        step: The training step that the snapshot was taken at.
         path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
         nbytes: Bytes of the arrays; may be set later if they are not known at the start.
         file_nbytes: Bytes of the container; 0 until it is persisted.
-        begin: When the user's call began, on the monotonic clock.
-        times: Seconds from then until each state that was reached.
-        figures: Returns the figures of the native core.
+        begin: When the user's call began, in seconds on the monotonic clock.
+        times: For each state that was reached, by name, the seconds from ``begin`` until then.
+        figures: Returns the native core's figures of the job that writes the file.
     """
 
     def __init__(self, step: int, nbytes: int, begin: float) -> None:
@@ -90,7 +92,7 @@ class Course:
         self.times: dict[str, float] = {}
         self.figures: Callable[[], dict[str, Any]] = dict
         self._changed = Bell()
-        self._failure: dict[str, BaseException] = {}  # of which setdefault() lets the first one win
+        self._failure: dict[str, BaseException] = {}  # setdefault() keeps the first error
         self._delivered = False
         self._native_spans: Callable[[], list[Span]] = list
         self._spans: list[Span] = []
@@ -101,38 +103,38 @@ class Course:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that made it fail; None if it has not failed."""
+        """The error that made the snapshot fail; None if it has not failed."""
         return self._failure.get("")
 
     @property
     def ended(self) -> bool:
-        """Whether it was committed, has failed, or was abandoned by a fork."""
+        """Whether the snapshot was committed, has failed, or was abandoned in a forked child."""
         return "committed" in self.times or self.error is not None or self._abandoned
 
     @property
     def is_free(self) -> bool:
-        """Whether the state may change, because it is captured or has ended."""
+        """Whether the training state may change, because the snapshot is captured or has ended."""
         return "captured" in self.times or self.ended
 
     def deliver(self) -> BaseException | None:
-        """Its error, None if it has not failed. The error then counts as delivered."""
+        """The error that made the snapshot fail, None if it has not failed. The error then counts as delivered."""
         if (error := self.error) is not None:
             self._delivered = True
             _silent.discard(self)
         return error
 
     def undelivered(self) -> BaseException | None:
-        """Its error if it was not delivered yet, else None. The error then counts as delivered."""
+        """The snapshot's error if it was not delivered yet, else None. The error then counts as delivered."""
         return None if self._delivered else self.deliver()
 
     def spans(self) -> list[Span]:
-        """The work so far."""
+        """The spans of all work on the snapshot so far."""
         return [*self._spans, *self._native_spans()]
 
     # --- waiting
 
     def wait(self, state: str, timeout: float | None = None) -> None:
-        """Wait until a state is reached, as :meth:`~datastates.Snapshot.wait_captured` does."""
+        """Wait until the snapshot has reached ``state``, as :meth:`~datastates.Snapshot.wait_captured` does."""
         done = self._changed.wait_for(lambda: state in self.times or self.error or self._abandoned, timeout)
         if state in self.times:
             return
@@ -145,21 +147,24 @@ class Course:
             raise SnapshotTimeoutError(f"snapshot {self.step} was not {state} within {timeout} s")
 
     def wait_free(self) -> None:
-        """Wait until the state may change, because it is captured or has ended. Never raises its error."""
+        """Wait until the training state may change: the snapshot is captured or has ended. Never raises its error."""
         self._changed.wait_for(lambda: self.is_free)
 
     def wait_ended(self) -> None:
-        """Wait until it has ended, without raising its error."""
+        """Wait until the snapshot has ended. Never raises its error."""
         self._changed.wait_for(lambda: self.ended)
 
     def pass_gate(self) -> None:
-        """Wait until the state may change by work that is enqueued from then on. Returns at once if it has ended."""
+        """Wait until work that is enqueued afterwards may change the training state.
+
+        Returns at once if the snapshot is captured or has ended.
+        """
         if self.is_free:
             return
         begin = time.monotonic()
         gate = self._gate
         gate()
-        while gate is not (gate := self._gate):  # it has been replaced in the meantime
+        while gate is not (gate := self._gate):  # the gate was replaced while this thread waited
             gate()
         self._spans.append(Span("gate", TRAINING_THREAD, begin, time.monotonic(), 0))
 
@@ -171,7 +176,7 @@ class Course:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record when the work of a stage, on the engine's thread, begins and ends."""
+        """Time a ``with`` block, and record it as work of the stage ``name`` on the engine's thread."""
         begin = time.monotonic()
         try:
             yield
@@ -179,31 +184,31 @@ class Course:
             self._spans.append(Span(name, "engine thread", begin, time.monotonic(), 0))
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
-        """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""
+        """Record that the snapshot has reached ``state``, now or at the time ``at`` of the monotonic clock."""
         self.file_nbytes = file_nbytes or self.file_nbytes
         self.times[state] = (time.monotonic() if at is None else at) - self.begin
         self._changed.ring()
 
     def fail(self, error: BaseException) -> None:
-        """Record the error that made it fail. Of several errors, the first one is kept."""
+        """Record the error that made the snapshot fail. Of several errors, the first one is kept."""
         _forget_frames(error, log=self.error is None)
         if self._failure.setdefault("", error) is error:
             _silent.add(self)
-        if self._delivered:  # meanwhile
+        if self._delivered:  # another thread has delivered it meanwhile
             _silent.discard(self)
         self._changed.ring()
 
     def abandon(self) -> None:
-        """Record, in a forked child, that only the parent can finish it."""
+        """Record, in a forked child, that only the parent process can finish the snapshot."""
         self._abandoned = True
         self.detach({}, [])
 
     def attach(
         self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], spans: Callable[[], list[Span]]
     ) -> None:
-        """Set how to wait at its gate, and where to get the native core's figures and spans."""
+        """Set the functions that wait at the snapshot's gate, and that return the native core's figures and spans."""
         self._gate, self.figures, self._native_spans = gate, figures, spans
 
     def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
-        """Keep the last figures and spans, and drop the rest: what has ended must not hold the state."""
+        """Keep the last figures and spans, and drop the functions, which hold the training state."""
         self.attach(lambda: None, lambda: figures, lambda: spans)

@@ -31,7 +31,7 @@ from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
 _MOST_ASIDE = 32
-"""Threads that may wait for other ranks, or in the user's functions."""
+"""Largest number of threads for work that may wait for other ranks, or in the user's functions."""
 
 
 class Engine:
@@ -57,8 +57,8 @@ class Engine:
             world: The ranks that save together; closing the engine closes it.
             threads: Number of snapshots that can be finished at the same time.
             auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
-            ended: Called, on a thread of the engine, with each committed snapshot, and with each failed one of
-                :meth:`take` and :meth:`take_file`.
+            ended: Called with each committed snapshot, and with each failed snapshot of :meth:`take` and
+                :meth:`take_file`, on a thread of the engine.
         """
         self.executor = executor
         self.world = world
@@ -75,7 +75,7 @@ class Engine:
         # work that waits for other ranks must not occupy the threads that capture state
         self._aside = Workers("datastates-aside", _MOST_ASIDE)
         self._closer: Workers | None = None
-        # each change is one operation: no lock that an interrupt could leave taken
+        # each change is one operation, which needs no lock: an interrupt could leave a lock taken
         self._in_flight: list[Course] = []
 
     def _after_fork(self) -> None:
@@ -84,7 +84,7 @@ class Engine:
         self._start()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
-        """Collect what the providers describe. Cheap if they describe the same as for the last snapshot."""
+        """Collect the providers' shards. This is cheap if their layouts are the same as for the last snapshot."""
         return self._saver.collect(providers)
 
     def take(
@@ -100,9 +100,9 @@ class Engine:
         """Take one snapshot. StorageError and DeviceError make the snapshot fail; other errors are raised.
 
         Args:
-            collected: What the providers described.
-            ballot: The agreement of the ranks that commits it.
-            expected: Returns the path that is expected now. The partial directory lies beside it.
+            collected: The state, as the providers described it.
+            ballot: The agreement of the ranks that commits the checkpoint.
+            expected: Returns the checkpoint's path as it is expected now. The partial directory lies beside it.
             target: Returns the path to commit to. Called on the coordinator at the commit.
             retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
@@ -111,8 +111,8 @@ class Engine:
             The snapshot, in flight or failed.
 
         Raises:
-            ProviderError: This rank is alone, without having been told to, and holds only a part of an array of JAX or
-                of a DTensor.
+            ProviderError: This rank saves alone without having been told to, and holds only a part of a JAX array or a
+                DTensor.
             SettingsError: The ranks of torch.distributed or of jax.distributed have changed since the engine's world
                 was opened.
         """
@@ -134,7 +134,15 @@ class Engine:
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
     ) -> Snapshot:
-        """Write a single file, whose identity names an ``attempt``; otherwise as :meth:`take`."""
+        """Take a snapshot into a single file; otherwise as :meth:`take`.
+
+        Args:
+            saver: Plans and prepares the file.
+            providers: The state.
+            path: The file to write.
+            attempt: The random name that the file's identity gets.
+            begin: When the user's call began, on the monotonic clock.
+        """
         collected = saver.collect(providers)
         course = Course(0, collected.structure.nbytes, begin)
         course.path = path
@@ -155,11 +163,11 @@ class Engine:
             work = Work(partial(self._finish, snapshot, running))
             try:
                 running.begin()
-                self._in_flight.append(course)  # before a fork or a signal can find it at the gate
+                self._in_flight.append(course)  # before a fork or a signal can find the snapshot at the gate
                 gate.guard(course, automatic=self._auto_gate)
                 self._pool.put(work)
             except BaseException as error:
-                if work.take() is not None:  # no thread has it: nobody must wait for the snapshot
+                if work.take() is not None:  # no thread will do the work: nobody must wait for the snapshot
                     try:
                         running.cancel(error)
                     finally:
@@ -187,9 +195,12 @@ class Engine:
     def take_later(
         self, course: Course, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
     ) -> Snapshot:
-        """Begin and finish a snapshot, which is returned, on a thread of the engine. If ``begin`` raises, it fails.
+        """Return a snapshot that a thread of the engine begins and finishes.
 
-        If this raises, ``give_up`` was called with the error, unless a thread has the snapshot already.
+        Args:
+            course: The course of the snapshot.
+            begin: Begins the snapshot, on the thread. If it raises, the snapshot fails.
+            give_up: Called with the error if this method raises and no thread has taken the snapshot.
         """
         snapshot = Snapshot(course)
         work = Work(partial(self._begin_and_finish, snapshot, course, begin))
@@ -215,7 +226,7 @@ class Engine:
         self._finish(snapshot, running)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
-        """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
+        """Tell the other ranks, in the background, that this rank takes no part in the checkpoint of ``whom``."""
         if self.world.size > 1:
             self._aside_or_here(whom.decline, error)
 
@@ -244,7 +255,7 @@ class Engine:
         return [c for c in self._in_flight.copy() if not c.ended]
 
     def wait(self, fewer_than: int = 1) -> None:
-        """Wait until fewer than so many snapshots are in flight; by default until there is none."""
+        """Wait until fewer than ``fewer_than`` snapshots are in flight; by default until none is."""
         while len(pending := self.pending()) >= fewer_than:
             pending[0].wait_ended()
 
@@ -259,7 +270,7 @@ class Engine:
         self._close()
 
     def close_later(self) -> None:
-        """As :meth:`close`, in the background."""
+        """Close as :meth:`close` does, in the background."""
         if self._closer is None:
             closer, work = Workers("datastates-close", 1), Work(self._close)
             try:
@@ -276,7 +287,7 @@ class Engine:
 
     def _close(self) -> None:
         self.wait()
-        for workers in (self._pool, self._aside):  # in this order, because the first put work to the second
+        for workers in (self._pool, self._aside):  # in this order, because the pool hands work to `_aside`
             workers.stop()
             workers.join()
         self.executor.close()
@@ -306,9 +317,9 @@ def take_one(
     """Take one snapshot with an engine of its own, which ends with the snapshot.
 
     Args:
-        settings: How bytes move.
+        settings: Settings of I/O.
         providers: The state.
-        world: The ranks; closed with the engine.
+        world: The ranks that save together; closed with the engine.
         ballot: The agreement of the ranks that commits the checkpoint.
         target: The path of the checkpoint.
         auto_gate: Whether every torch optimizer's ``step()`` waits for capture.

@@ -1,4 +1,4 @@
-"""The bytes of a file besides the state's. A frame knows one format; the steps of a snapshot know none."""
+"""The bytes of a file besides the arrays. A frame knows one format of files; the steps of a snapshot know none."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from datastates.state.provider import Encoder
 from datastates.state.shards import Shard
 
 Objects: TypeAlias = "Sequence[tuple[int, Shard, bytes | Encoder | None]]"
-"""Object shards, each with its provider's number, and serialized."""
+"""Object shards: for each, its provider's number, the shard, and its serialized form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a file, behind the state, and its description in this rank's vote.
+    """The end of a file, behind the arrays, and the description of the file in this rank's vote.
 
     Attributes:
-        data: The bytes.
-        index_crc32: CRC-32 of the index in them; 0 for a format without an index.
-        claims: What the file holds of each logical tensor; None in a world of one rank.
+        data: The bytes of the end.
+        index_crc32: CRC-32 of the index in ``data``; 0 for a format without an index.
+        claims: The parts of logical tensors that the file holds; None in a world of one rank.
     """
 
     data: bytes
@@ -39,16 +39,16 @@ class Frame(Protocol):
 
     @property
     def plan(self) -> WritePlan:
-        """Where the state lies in the file."""
+        """The plan that says where the arrays lie in the file."""
 
     def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
-        """Encode what is no array, while the arrays are being written.
+        """Encode the objects while the arrays are being written.
 
         Args:
-            objects: What the providers serialized.
+            objects: The serialized objects of the providers.
 
         Returns:
-            A function that encodes the tail, given the job and the container's identity. It is called once all
+            A function that encodes the tail, given the write job and the container's identity. It is called once all
             checksums are known, and needs no live state.
         """
 
@@ -60,7 +60,7 @@ class Framing(Protocol):
         """Plan a file.
 
         Args:
-            structure: What the providers described.
+            structure: The arrays to write, without contents.
             block: Longest extent in bytes.
 
         Returns:

@@ -12,12 +12,12 @@ from datastates.saving.course import Course
 
 
 class _Guarded(weakref.ref[Course]):
-    """The course of a snapshot that nobody else may hold any more, and whether optimizers wait for it."""
+    """A weak reference to the course of a snapshot, with whether optimizers wait for it."""
 
     automatic: bool
 
 
-# no lock guards it, as a wait at the gate may be interrupted anywhere: each change is one operation
+# no lock guards this set, as a wait at the gate may be interrupted anywhere: each change is one operation
 _pending: set[_Guarded] = set()
 _hook: Any = None
 
@@ -37,7 +37,7 @@ def guard(course: Course, *, automatic: bool) -> None:
 
 
 def pass_all(*, automatic_only: bool = False) -> None:
-    """Wait at the gates of all snapshots of this process; the state may change by work enqueued from then on.
+    """Wait at the gates of all snapshots of this process. Work that is enqueued afterwards may change the state.
 
     ``automatic_only``: wait only for the snapshots that were guarded with ``automatic=True``.
     """
@@ -51,9 +51,9 @@ def pass_all(*, automatic_only: bool = False) -> None:
 
 
 def is_in_step() -> bool:
-    """Whether this thread is inside a torch optimizer's ``step()``: in a hook of it, in its closure, or further down.
+    """Whether this thread is inside a torch optimizer's ``step()``: in its hooks, in its closure, or in calls of these.
 
-    The hook above has run then, and does not wait for a snapshot that is taken now.
+    The gate's hook has run by then. So this ``step()`` does not wait for a snapshot that is taken now.
     """
     torch: Any = loaded("torch")
     if torch is None:

@@ -14,9 +14,10 @@ class Report:
     """The cost of a snapshot so far, on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
 
     Attributes:
-        step: The snapshot's step.
+        step: The training step that the snapshot was taken at.
         path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
-        state: How far the snapshot is: ``started``, ``captured``, ``persisted``, ``committed`` or ``failed``.
+        state: The state that the snapshot has reached: ``started``, ``captured``, ``persisted``, ``committed`` or
+            ``failed``.
         nbytes: Bytes of the arrays.
         file_nbytes: Bytes of the container; 0 until it is persisted.
         snapshot_seconds: Duration of the ``snapshot()`` call; until it returns, the time since it began.
@@ -32,10 +33,10 @@ class Report:
             - ``bytes``: length of the container in bytes; until it is persisted, without its metadata at the end.
             - ``extents``: number of extents that the container's data is written in.
             - ``capture_seconds``: seconds from handing the arrays to the native core until all were captured; 0 before.
-            - ``backend``, ``direct``: as above.
+            - ``backend``, ``direct``: the same as the attributes of this object.
             - ``pinned``: whether all host memory that the cache has reserved is page-locked.
             - ``device_cache_bytes``: bytes that gates copied to spare GPU memory; see ``device_cache`` in the settings.
-            - ``evacuate_seconds``: seconds that gates needed to enqueue those copies.
+            - ``evacuate_seconds``: seconds that gates needed to enqueue the copies to spare GPU memory.
             - ``dropped_spans``: number of spans that the timeline had no room for; ``stages`` lacks them.
     """
 
@@ -69,5 +70,5 @@ class Report:
 
     @property
     def persist_gbps(self) -> float | None:
-        """10⁹ bytes of arrays per second, from the call until they were on stable storage; None before that."""
+        """Rate in 10⁹ bytes of arrays per second, from the call until they were on stable storage; None before that."""
         return self.nbytes / self.persist_seconds / 1e9 if self.persist_seconds else None

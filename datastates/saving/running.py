@@ -28,12 +28,12 @@ from datastates.state.shards import Shard, Shards, full_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Everything that depends on the structure alone. It is kept from one snapshot to the next.
+    """The plan of a file, which depends on the structure of the state alone. The next snapshot may use it again.
 
     Attributes:
         structure: The structure; None if its shards keep live arrays.
-        key: Its :meth:`~datastates.saving.structure.Structure.plan_key`.
-        frame: What the file holds besides the state.
+        key: The structure's :meth:`~datastates.saving.structure.Structure.plan_key`.
+        frame: Plans and encodes the bytes of the file besides the arrays.
         prepared: The plan in the form that the executor takes.
     """
 
@@ -54,10 +54,10 @@ def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Enc
 
 
 class ArrayWitness:
-    """Finds arrays that changed since ``snapshot()``, without reading data. Thread-safe.
+    """Finds arrays that changed since ``snapshot()``, without reading their data. Thread-safe.
 
-    Tensors are asked for torch's version counter and their address, arrays of JAX whether they were donated. Each is
-    asked once, before the gate allows updates: what happens later does not count.
+    Of a tensor it compares torch's version counter and the address. Of a JAX array it checks whether it was donated.
+    Each array is checked once, before the gate allows updates: later changes do not count.
     """
 
     def __init__(self, collected: Collected) -> None:
@@ -71,12 +71,12 @@ class ArrayWitness:
         else:
             self._before, _ = array_versions.witness(self._tensors)
         self._donatable = [(i, collected.sources[i]) for i in self._structure.donatable]
-        # no lock, as the gate may be interrupted: of two threads that ask at once, the first to know is believed
+        # no lock, as the gate may be interrupted: of two threads that check at once, the first result counts
         self._found: dict[str, list[str]] = {}
 
     def compare(self) -> list[str]:
         """Keys of the tensors that changed before the first call of this method."""
-        tensors = self._tensors  # before the look at what is known: they are dropped after that
+        tensors = self._tensors  # taken before the test below, as another thread drops them after setting "changed"
         if "changed" not in self._found:
             versions, addresses = array_versions.witness(tensors)
             changed = (versions != self._before) | (addresses != self._structure.addresses)
@@ -88,8 +88,8 @@ class ArrayWitness:
     def lost(self) -> list[str]:
         """Keys of arrays that were donated to a computation, or deleted, before the first call of this method.
 
-        Their memory may have been written before it was copied. Call it once the copies are done: an array that is
-        still there then was there all the time.
+        Their memory may have been written before it was copied. Call this once the copies are done: an array that is
+        still there then was there during the copy.
         """
         donatable = self._donatable
         if "lost" not in self._found:
@@ -99,7 +99,7 @@ class ArrayWitness:
         return self._found["lost"]
 
     def forget(self) -> None:
-        """Drop the arrays of a failed snapshot; no keys are returned from then on."""
+        """Drop the arrays of a failed snapshot. Afterwards no keys are returned."""
         for what in ("changed", "lost"):
             self._found.setdefault(what, [])
         self._tensors, self._donatable = [], []
@@ -109,8 +109,8 @@ class ArrayWitness:
 class Running:
     """One snapshot in the background: serializes lazy objects, waits for the data, appends the metadata, commits.
 
-    Nothing of it exists outside of this object before :meth:`begin`. From then on, :meth:`run` or :meth:`cancel` ends
-    it, the latter also where :meth:`begin` was interrupted.
+    Before :meth:`begin`, no file or job of the snapshot exists. Afterwards, call :meth:`run` or :meth:`cancel`. If
+    :meth:`begin` was interrupted, call :meth:`cancel`.
     """
 
     executor: Executor
@@ -121,11 +121,11 @@ class Running:
     witness: ArrayWitness
     ending: Ending
     lazy_serialized: Flag = field(default_factory=Flag)
-    cause: Exception | None = None  # what failed at the gate
+    cause: Exception | None = None  # the error that occurred at the gate
     _job: WriteJob | None = None
 
     def begin(self) -> None:
-        """Begin to capture: make the place for the file, and start the job that writes it."""
+        """Begin to capture the state: make the directory for the file, and start the job that writes it."""
         self.ending.open()
         structure = self.collected.structure
         self._job = job = self.executor.submit_write(
@@ -135,20 +135,20 @@ class Running:
 
     @property
     def job(self) -> WriteJob:
-        """The job that writes the file, once it has begun."""
+        """The job that writes the file. Call :meth:`begin` before."""
         assert self._job is not None
         return self._job
 
     def gate(self) -> None:
         """Wait until the CPU no longer reads live state, and let the consumers' GPU streams wait for the copies.
 
-        An error here makes the snapshot fail, once nothing reads the state any more. It is not raised to the update
-        that waits here.
+        An error here makes the snapshot fail, once nothing reads the state any more. It is not raised to the update of
+        the state that waits here.
         """
         try:
             self._pass()
         except Exception as error:
-            self.cause = error  # before the job is stopped, which run() notices
+            self.cause = error  # before the job is stopped: run() notices the stop
             self.job.abort()
             self.course.fail(error)
 
@@ -158,7 +158,7 @@ class Running:
         try:
             self.job.gate(streams.consumer_streams(self.collected.structure.devices))
             if self.collected.structure.donatable:
-                self.job.wait_captured()  # the streams of its computations are known to the library alone
+                self.job.wait_captured()  # JAX alone knows the streams of its computations: they cannot be made to wait
                 self.witness.lost()
         except DeviceError:
             # the device has failed: the snapshot reports it, not the optimizer that waits here
@@ -166,7 +166,7 @@ class Running:
                 self.job.wait_captured()
 
     def run(self) -> BaseException | None:
-        """Finish the snapshot. An error makes it fail, and is returned so that the other ranks can be told."""
+        """Finish the snapshot. An error makes it fail, and is returned, for the other ranks to be told."""
         try:
             self._capture()
             tail, vote = self._write()
@@ -183,7 +183,7 @@ class Running:
         return None
 
     def cancel(self, error: BaseException) -> None:
-        """Stop at once, remove what was written, and let the snapshot fail with ``error``."""
+        """Stop at once, remove the written file, and let the snapshot fail with ``error``."""
         try:
             self.lazy_serialized.set()
             if self._job is not None:
@@ -207,14 +207,14 @@ class Running:
         if torn := set(self.job.torn()):
             structure = self.collected.structure
             for i, source in enumerate(structure.source):
-                # an eager array may change after its copy, so it does not count where a lazy one shares its buffer;
-                # a buffer without a witness is torn only if its memory was unmapped
+                # an eager array may change after its copy: it does not count, even if a lazy array shares its buffer;
+                # a buffer without a fingerprint is torn only if its memory was unmapped
                 if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
         changed.update(self.witness.lost())
         if changed:
             raise TornSnapshotError(sorted(changed))
-        self.collected.release()  # a reference would keep the next computation from taking over an array of JAX
+        self.collected.release()  # a reference would keep JAX's next computation from taking over a donated array
         self.course.reach("captured")
 
     def _write(self) -> tuple[bytes, Vote]:

@@ -25,17 +25,17 @@ from datastates.state.strides import is_row_major
 class SafetensorsFraming:
     """Plans safetensors files. See :class:`~datastates.saving.frame.Framing`.
 
-    The only provider has no objects. Each of its keys is one component: the tensor's name. Each array is whole, lazy,
-    row-major, and alone in its buffer.
+    The state must have one provider, without objects. Each key must be one component: the tensor's name. Each array
+    must be whole, lazy, row-major, and alone in its buffer.
 
     Attributes:
-        metadata: What the header says besides the tensors.
+        metadata: The texts by name that the header holds besides the tensors, as ``__metadata__``.
     """
 
     metadata: Mapping[str, str]
 
     def plan(self, structure: Structure, block: int) -> tuple[SafetensorsFrame, PreparedWrite]:
-        """Plan a file; raises ProviderError for what safetensors cannot hold."""
+        """Plan a file; raises ProviderError for an array that safetensors cannot hold."""
         assert len(structure.names) == 1
         tensors = [_tensor(structure, i) for i in range(len(structure.arrays))]
         order = file_order(tensors)
@@ -55,7 +55,7 @@ class SafetensorsFraming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SafetensorsFrame:
-    """All that a safetensors file holds is planned. See :class:`~datastates.saving.frame.Frame`."""
+    """The frame of a safetensors file, which is all in its plan. See :class:`~datastates.saving.frame.Frame`."""
 
     plan: WritePlan
 

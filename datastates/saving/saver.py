@@ -1,4 +1,4 @@
-"""The way of one snapshot: providers → planner → executor → file → commit."""
+"""Prepares one snapshot on its way: providers → planner → executor → file → commit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from datastates.state.provider import StateProvider
 
 
 class Saver:
-    """Prepares snapshots with one executor, and keeps the plan of the last structure. Not thread-safe."""
+    """Prepares snapshots with one executor, and keeps the plan of the last one for the next. Not thread-safe."""
 
     def __init__(self, executor: Executor, framing: Framing, rank: int = 0, ranks: int = 1) -> None:
         """Prepare for the files of one rank.
 
         Args:
-            executor: The executor.
+            executor: Writes the files.
             framing: The format of the files.
             rank: The number of this rank.
             ranks: The number of ranks that save together.
@@ -42,12 +42,12 @@ class Saver:
         return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
     def prepare(self, collected: Collected, course: Course, ending: Ending) -> Running:
-        """Serialize what is not lazy, and plan the file; returns the work, which has not begun.
+        """Serialize objects that are not lazy, and plan the file; returns the snapshot's work, which has not begun.
 
         Args:
-            collected: What the providers described.
-            course: The course of the snapshot, to report to.
-            ending: Where the file is to be written, and how it is committed.
+            collected: The state, as the providers described it.
+            course: The course of the snapshot, which the work reports to.
+            ending: Where to write the file, and how to commit it.
         """
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         planned = self._planned(collected.structure)

@@ -18,9 +18,9 @@ class Snapshot:
     - *persisted*: this process's bytes are on stable storage;
     - *committed*: the checkpoint is complete, and ``restore()`` finds it.
 
-    A snapshot that fails reaches no further state. The wait methods raise its error. If it was not delivered that way,
-    the :class:`~datastates.Checkpointer` handles it as its setting ``on_error`` says. An error that is still not
-    delivered when the process ends is logged, and the process ends with status 120.
+    A snapshot that fails reaches no further state. The wait methods raise its error, which is then delivered. An error
+    that is not delivered so is handled by the :class:`~datastates.Checkpointer` as its setting ``on_error`` says. An
+    error that is still not delivered when the process ends is logged, and the process ends with status 120.
     """
 
     def __init__(self, course: Course) -> None:
@@ -28,7 +28,7 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """The step that it was taken at."""
+        """The training step that the snapshot was taken at."""
         return self._course.step
 
     @property
@@ -48,11 +48,11 @@ class Snapshot:
 
     @property
     def committed(self) -> bool:
-        """Whether the checkpoint is complete, so that ``restore()`` finds it."""
+        """Whether the checkpoint is complete. ``restore()`` then finds it."""
         return "committed" in self._course.times
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Wait until captured.
+        """Wait until the training state may change again.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
@@ -66,11 +66,11 @@ class Snapshot:
         self._course.wait("captured", timeout)
 
     def wait_persisted(self, timeout: float | None = None) -> None:
-        """Wait until persisted; arguments and errors are those of :meth:`wait_captured`."""
+        """Wait until this process's bytes are on stable storage; otherwise as :meth:`wait_captured`."""
         self._course.wait("persisted", timeout)
 
     def wait_committed(self, timeout: float | None = None) -> None:
-        """Wait until committed; arguments and errors are those of :meth:`wait_captured`."""
+        """Wait until the checkpoint is complete; otherwise as :meth:`wait_captured`."""
         self._course.wait("committed", timeout)
 
     def exception(self) -> BaseException | None:
@@ -82,7 +82,7 @@ class Snapshot:
 
     @property
     def report(self) -> Report:
-        """Its sizes, times and rates so far."""
+        """The sizes, times and rates of the snapshot so far, on this rank."""
         course = self._course
         figures, spans, times = course.figures(), course.spans(), course.times.copy()
         waits = {name: [s.end - s.begin for s in spans if s.stage == name] for name in ("stall", "gate")}
@@ -106,7 +106,7 @@ class Snapshot:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the work so far, in the format that https://ui.perfetto.dev and Chrome show.
 
-        It has a row for each thread, each GPU that is copied from, and each write slot. Times are those of this
+        The trace has a row for each thread, each GPU that is copied from, and each write slot. Times are read from this
         machine's monotonic clock.
 
         Args:
@@ -118,7 +118,7 @@ class Snapshot:
         write_trace(path, self._course.spans(), f"datastates, snapshot {self.step}")
 
     def __repr__(self) -> str:
-        """Step, state and path."""
+        """The snapshot's step, state and path."""
         return f"<Snapshot step={self.step} {self.report.state} {str(self.path)!r}>"
 
 

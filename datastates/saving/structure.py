@@ -1,4 +1,4 @@
-"""The structure of a state: what the providers described of it, without the contents."""
+"""The structure of a state: keys, types, shapes and places of its arrays, without the contents."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class Structure:
     """A state as its providers describe it, without the contents. Successive snapshots of the same state share it.
 
     Attributes:
-        names: The names that the providers are stored under.
+        names: The names under which the providers are stored.
         layouts: For each provider, the layout of its :class:`~datastates.state.shards.Shards`; None if it returned a
             plain list.
         arrays: Array shards, each with its provider's number.
         buffers: The distinct buffers that the arrays lie in.
         source: For each array shard, the number of its buffer.
         eager: For each buffer, whether it must be captured before ``snapshot()`` returns.
-        witness: For each buffer, 1 where a lazy array lies in it, else 0.
-        columns: The buffers in the form that the executor takes, as they were when the structure was made.
-        begins: For each array shard, where its buffer began when the structure was made, also where another rank writes
+        witness: For each buffer, 1 if a lazy array lies in it, so it gets a fingerprint, else 0.
+        columns: The buffers in the form that the executor takes, at their addresses when the structure was made.
+        begins: For each array shard, the address of its buffer when the structure was made, even if another rank writes
             it; 0 for an empty buffer.
-        placed: Numbers of the array shards that have memory to write, and of the buffers that these lie in.
+        placed: Numbers of the array shards that this rank writes bytes of, and the number of the buffer of each.
         devices: The CUDA devices that the buffers are on, ascending.
         nbytes: Bytes of all buffers.
         counted: Numbers of the lazy array shards whose changes torch counts.
         addresses: For each of ``counted``, the address of its first element.
-        donatable: Numbers of the array shards in device memory that a computation may take over before the capture.
-        in_part: The full key of an array of JAX or a DTensor of which there are not all elements; None if there is no
-            such array, or if there are several ranks.
+        donatable: Numbers of the array shards in device memory that a computation of JAX may take over before the
+            capture.
+        in_part: The full key of a JAX array or DTensor that lacks elements here; None if there is no such array, or if
+            there are several ranks.
     """
 
     names: tuple[str, ...]
@@ -59,24 +60,24 @@ class Structure:
     in_part: str | None
 
     def key(self, i: int) -> str:
-        """The full key of an array shard."""
+        """The full key of array shard number ``i``."""
         provider, shard = self.arrays[i]
         return full_key(self.names[provider], shard.key)
 
     @property
     def holds_state(self) -> bool:
-        """Whether its shards keep live arrays, as those of plain lists do. It then serves one snapshot only."""
+        """Whether the structure's shards keep live arrays, as in plain lists. It then serves one snapshot only."""
         return None in self.layouts
 
     def serves(self, names: tuple[str, ...], layouts: tuple[tuple[Shard, ...] | None, ...]) -> bool:
-        """Whether providers of these names with these layouts described it, apart from addresses."""
+        """Whether providers with these names and layouts have this structure. Addresses may differ."""
         return names == self.names and None not in layouts and all(map(operator.is_, layouts, self.layouts))
 
     def columns_now(self, described: Sequence[Sequence[Shard]]) -> Columns | None:
-        """The buffers where they lie now; None if arrays share memory in another way than when the structure was made.
+        """The buffers at their present addresses; None if now other arrays share memory with each other.
 
         Args:
-            described: What the providers described, with the layouts of this structure.
+            described: The shards of each provider, with the layouts of this structure.
         """
         if all(not isinstance(shards, Shards) or shards.addresses is None for shards in described):
             return self.columns
@@ -87,7 +88,7 @@ class Structure:
             if shards.addresses is not None:
                 begins[own] = np.where(begins[own] == 0, 0, shards.addresses)
             first = own.stop
-        # of all, as which rank writes an array depends on what shares its memory
+        # all arrays are compared, because the rank that writes an array depends on the arrays that share its memory
         if (_firsts(begins) != _firsts(self.begins)).any():
             return None
         then, devices, streams = self.columns
@@ -98,7 +99,7 @@ class Structure:
 
     @gc_pause.paused()
     def plan_key(self) -> tuple[Any, ...]:
-        """A key that is equal for two structures that can share a plan. It has everything but the memory addresses."""
+        """A key that is equal for two structures that can share a plan. It has all facts but the memory addresses."""
         rows = tuple(
             (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
             for p, s in self.arrays
@@ -107,6 +108,6 @@ class Structure:
 
 
 def _firsts(addresses: U64) -> I64:
-    """For each address, the number of the first that is equal."""
+    """For each address, the number of the first equal address."""
     _, first, which = np.unique(addresses, return_index=True, return_inverse=True)
     return np.asarray(first[which], np.int64)

@@ -34,7 +34,7 @@ class Termination:
         signal.signal(signal.SIGTERM, self._handle)
 
     def watch(self) -> None:
-        """Begin to hold the signal back, before a snapshot is taken."""
+        """Begin to hold SIGTERM back. Call this before a snapshot is taken."""
         if self._process != os.getpid():
             if self._process:  # this is a forked child
                 self._came = queue.SimpleQueue()
@@ -43,15 +43,15 @@ class Termination:
 
     def _watch(self) -> None:
         if not self._came.get():
-            self._came.put(False)  # for another thread, where a call was interrupted that started one
+            self._came.put(False)  # ends a second such thread, too, which an interrupted call may have started
         else:
             self._wait()
             self._is_over = True
             main = threading.main_thread().ident
             assert main is not None
             while not self._is_given:
-                # the main thread may be blocked in a system call, which this interrupts; repeated, because the signal
-                # may come just before that call
+                # interrupts a system call that the main thread may be blocked in; repeated, because the signal may come
+                # just before the system call
                 signal.pthread_kill(main, signal.SIGTERM)
                 time.sleep(_AGAIN_SECONDS)
 
@@ -69,7 +69,7 @@ class Termination:
             os.kill(os.getpid(), number)
 
     def end(self) -> None:
-        """Stop holding the signal back, as no snapshot is in flight; a signal that was held back is passed on here."""
+        """Stop holding SIGTERM back, once no snapshot is in flight. A signal that was held back is passed on here."""
         self._is_over = True
         self._came.put(False)
         if self._has_come and not self._is_given:
