@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from elastic_state import LAYOUTS, SHAPES, SMALL, save
 from split_state import Split, logical
 
 import datastates as ds
+from datastates.commit import catalog
 from datastates.container.file import open_container, read_index
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
 from datastates.state.arrays import array_shard
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
+from datastates.testing import equal
 
 LARGE = {"w": (2048, 1024), "b": (33,)}
 
@@ -160,6 +162,17 @@ def test_a_missing_container_is_named_where_it_is_needed(threads: Any, tmp_path:
                 look(checkpoint)
     with pytest.raises(StorageError, match=r"rank-00002\.pt"):
         ds.load(path, **SMALL)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, partial(flip, at=0)], ids=["lost", "damaged"])
+def test_load_needs_no_catalog(threads: Any, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """It takes the containers from the manifest, and what each holds from its index."""
+    save(threads, tmp_path / "c", "rows", 2)
+    whole = ds.load(tmp_path / "c", **SMALL)
+    damage(tmp_path / "c" / catalog.FILE)
+    assert equal(ds.load(tmp_path / "c", **SMALL), whole)
+    with ds.open(tmp_path / "c", **SMALL) as checkpoint, pytest.raises(DatastatesError, match=catalog.FILE):
+        checkpoint["model/w"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
