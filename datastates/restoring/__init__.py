@@ -1,4 +1,4 @@
-"""Restoring: all ranks choose a checkpoint, compare it with the live state, and take it back together or not at all."""
+"""Restores: all ranks choose a checkpoint, compare it with the live state, and take it back together or not at all."""
 
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest

@@ -1,4 +1,4 @@
-"""How the live arrays of one provider fit those of a checkpoint: what to read, what to convert, and what differs."""
+"""Compares one provider's live arrays with a checkpoint: finds the arrays to read and to convert, and differences."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from datastates.state.shards import Shard, full_key, keys_of, objects_of
 
 
 class Compared(ABC):
-    """The live arrays of one provider beside those of a checkpoint. Subclasses say how an array is found.
+    """Compares the live arrays of one provider with a checkpoint. Subclasses say how an array is found there.
 
     Attributes:
         name: The provider's name in messages.
-        missing, unexpected: Full keys that only the live state has, and that only the checkpoint has.
-        mismatched: By full key, what differs.
-        lost: By full key, what is missing of an array or object because a container is missing.
+        missing, unexpected: Full keys that only the live state has, and full keys that only the checkpoint has.
+        mismatched: By full key, the difference between the live and the stored array, as text.
+        lost: By full key, the missing amount of an array or object whose container is missing, as text.
         cut: The selected part of the provider; None if all of it is restored.
-        casts: The arrays that are converted, as their type differs.
+        casts: The arrays that are converted because their element types differ.
     """
 
     def __init__(self, stored: Tensors, name: str, request: RestoreRequest, cut: Cut | None) -> None:
@@ -57,10 +57,10 @@ class Compared(ABC):
 
     @abstractmethod
     def find(self, key: str) -> Row | None:
-        """A row with any part of an array, by the key within the provider; None if there is none."""
+        """Find a row with any part of a stored array, by the array's key within the provider; None if there is none."""
 
     def stored_key(self, key: str) -> str:
-        """The full key in the checkpoint of an array, by its key within the provider."""
+        """The full key that a live array has in the checkpoint, given its key within the provider."""
         return full_key(self.name, key)
 
     def report(
@@ -70,7 +70,7 @@ class Compared(ABC):
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, str] | None = None,
     ) -> None:
-        """Record differences of what is selected; see :meth:`datastates.state.provider.Saved.report`."""
+        """Record differences in selected keys; see :meth:`datastates.state.provider.Saved.report`."""
         self.missing += [full_key(self.name, key) for key in missing if self._takes(key)]
         self.unexpected += [full_key(self.name, key) for key in unexpected if self._takes(key)]
         found = {full_key(self.name, key): what for key, what in (mismatched or {}).items() if self._takes(key)}
@@ -80,7 +80,7 @@ class Compared(ABC):
         return self.cut is None or self.cut.takes(key)
 
     def select(self, shards: Sequence[Shard]) -> Sequence[Shard]:
-        """The selected ones of a provider's destinations. Its objects stay: what is not selected of them is pruned."""
+        """Select a provider's destinations by their keys. All objects stay: their contents are pruned later."""
         if self.cut is None:
             return shards
         kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
@@ -90,7 +90,7 @@ class Compared(ABC):
         return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
     def plan(self, shards: Sequence[Shard], reads: Reads) -> dict[str, object]:
-        """Queue the reads of all arrays that can be restored, and record what cannot.
+        """Queue the reads of all arrays that can be restored, and record which cannot, and why.
 
         Args:
             shards: The provider's destinations; objects are passed over.
@@ -103,7 +103,7 @@ class Compared(ABC):
             ProviderError: A destination is an array that the checkpoint does not hold.
         """
         self._shards = restored = []
-        elsewhere: list[tuple[Row, Shard]] = []  # not in one known container, or cut into other parts there
+        elsewhere: list[tuple[Row, Shard]] = []  # whose file must be looked up, or holds other parts
         self._asked = keys_of(shards)
         several = {key for key, count in Counter(self._asked).items() if count > 1}
         for shard in shards:
@@ -130,7 +130,7 @@ class Compared(ABC):
             if not gathered[i] and (missing := uncovered(shard.part, [row.part for _, row in every[i]])):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
         for i, (like, shard) in enumerate(elsewhere):
-            if full_key(self.name, shard.key) in self.lost:  # no other part of it is restored, either
+            if full_key(self.name, shard.key) in self.lost:  # no part of the array is restored, then
                 continue
             restored.append(shard)
             if like.dtype.name != shard.dtype:
@@ -141,17 +141,17 @@ class Compared(ABC):
         return {shard.key: shard.source for shard in restored}
 
     def _holder(self, row: Row, shard: Shard) -> TensorFile | None:
-        """The file that has a live part as one row; None if that is to be looked up."""
+        """The file that has a live part as one row, if that is known without a look-up; else None."""
         del row, shard
         return None
 
     @abstractmethod
     def hand_over(self) -> None:
-        """Give the provider its arrays, now that they are filled, if no object of it has them."""
+        """Give the provider its filled arrays, unless it gets them in its objects."""
 
     @property
     def restored(self) -> Sequence[Shard]:
-        """The array shards that are restored, also those that are converted."""
+        """The array shards that are restored, with or without a conversion."""
         return self._shards
 
     def restored_keys(self) -> Collection[str]:
@@ -160,7 +160,7 @@ class Compared(ABC):
 
     @property
     def takes_something(self) -> bool | None:
-        """Whether anything is restored; None if nothing is wanted."""
+        """Whether any array is restored; None if the provider wants no array."""
         if self._shards:
             return True
         if self.missing or self.mismatched or self.lost:
@@ -173,12 +173,12 @@ class Compared(ABC):
         return [shard.source for shard in self._shards]
 
     def wanted(self) -> Iterator[int]:
-        """Hashes of the full keys in the checkpoint of everything that the provider asked for."""
+        """Hashes of the full keys, in the checkpoint, of all arrays that the provider asked for."""
         return (key_hash(self.stored_key(key)) for key in self._asked)
 
 
 def difference(row: Row, shard: Shard) -> str | None:
-    """Why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
+    """Say why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
     stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
     if stored != wanted:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]

@@ -1,4 +1,4 @@
-""":class:`Comparison`: what a restore would do."""
+""":class:`Comparison`: the outcome that a restore would have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Comparison:
     """The outcome that a restore would have, on this rank. Its text has a line for each key.
 
     Attributes:
-        path: The checkpoint.
-        step: The step that would be restored.
-        restored_keys: Full keys in the live state of the arrays and objects that would be restored, also of those
-            that would be cast.
-        cast_keys: Keys whose element type would be converted, each with both types.
+        path: The path of the checkpoint.
+        step: The training step that would be restored.
+        restored_keys: Full keys, in the live state, of the arrays and objects that would be restored, converted arrays
+            among them.
+        cast_keys: Keys of the arrays whose element type would be converted, each with the stored and the live type.
         missing_keys, unexpected_keys, mismatched_keys, left_out_keys: As in
             :class:`~datastates.restoring.restored.Restored`.
         nbytes: Bytes that this rank would fill without a conversion.
@@ -35,7 +35,14 @@ class Comparison:
 
     @classmethod
     def of(cls, path: Path, result: Restored, restored: list[str], nbytes: int) -> Comparison:
-        """Take what a restore has found before it reads. A key of several parts is in ``restored`` several times."""
+        """Make a comparison from the findings of a restore that has not read yet.
+
+        Args:
+            path: The path of the checkpoint.
+            result: The differences.
+            restored: Full keys of the shards to restore. The key of several parts may occur several times.
+            nbytes: Bytes to fill without a conversion.
+        """
         return cls(
             path,
             result.step,
@@ -54,7 +61,7 @@ class Comparison:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
     def __str__(self) -> str:
-        """A line for each key: what would happen to it."""
+        """The outcome for each key, one key a line."""
         plain = [key for key in self.restored_keys if key not in self.cast_keys]
         lines = [
             *(("restored", key, "") for key in plain),

@@ -1,4 +1,4 @@
-"""Begins to read containers while they are compared with the live state, if they will probably be wanted whole."""
+"""Reads containers ahead that are probably wanted whole, while they are compared with the live state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ def begin(
     reads: Reads,
     choose: Callable[[Sequence[int]], Iterable[int]],
 ) -> Executor | None:
-    """Begin to read the containers that are probably wanted whole, as far as the executor reads ahead.
+    """Begin to read the containers that this rank probably wants whole, as far as the executor reads ahead.
 
-    They are this rank's own or, if a fraction of the ranks that saved restores, its share of them. Where ranks cut
-    their tensors in another way than they were saved, each wants some of each container.
+    A rank wants its own container. If fewer ranks restore than saved, it wants its share of the containers. Nothing is
+    read ahead in these cases:
 
-    Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if the
-    checkpoint consists of a framework's own files, which are no containers.
+    - The ranks cut their tensors in another way than they were saved: each wants some of each container.
+    - CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison.
+    - The checkpoint consists of a framework's own files, which are no containers.
 
     Args:
         own: The checkpoint.
-        providers: All that is restored.
+        providers: All providers that are restored.
         meeting: The meeting of the ranks.
         make_executor: Returns the executor to use, given the number of bytes that will be read.
-        reads: Gets what is read.
-        choose: Given this rank's share of the ranks that saved, yields those whose arrays are probably wanted whole.
+        reads: Gets the read-aheads.
+        choose: Given this rank's share of the ranks that saved, yields the ranks whose containers are probably wanted
+            whole.
 
     Returns:
         The executor that reads; None if nothing is read ahead.
@@ -48,7 +50,7 @@ def begin(
         names = {stored_name(provider, rank, head.ranks) for provider in walk_unique(providers)}
         if one is None or not names.issuperset(one.index.shards.providers) or one.nbytes * share < AHEAD_MINIMUM:
             break
-        # this rank may also want parts of the other containers: each replicated tensor is only in one of them
+        # this rank may want parts of other containers, too: each replicated tensor is in one container only
         made = made or make_executor(one.nbytes * head.ranks)
         if not reads.begin(one, made):
             break

@@ -1,4 +1,4 @@
-"""Hands restored objects to their providers, and hears what only these can tell."""
+"""Hands restored objects to their providers, and collects the differences that only the objects can tell."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ _RESTORED = "what was read in place and the objects before it are restored"
 
 @dataclass(slots=True, eq=False)
 class RestoredObject:
-    """An object shard, and its provider's restored live arrays by the keys that stand for their places.
+    """An object to hand to its provider.
 
     Attributes:
-        is_filled: Whether it is finished apart from the arrays' contents.
+        provider: The provider.
+        saved: The provider's saved state.
+        shard: The object shard.
+        targets: The provider's restored live arrays, by the keys that references in the object have.
+        is_filled: Whether the live arrays are in the object, so only their contents may be missing.
     """
 
     provider: StateProvider
@@ -33,11 +37,15 @@ class RestoredObject:
     is_filled: bool = False
 
     def fill(self) -> None:
-        """Put the live arrays into the object as it was read before them, if that is possible."""
+        """Put the live arrays into the object while they are being read, if the object needs no building."""
         self.is_filled = self.saved.fill(self.shard.key, self.targets)
 
     def hand_over(self, path: Path) -> None:
-        """Give the object to its provider, now that its arrays are restored; raises ProviderError if it refuses it."""
+        """Give the object to its provider, now that its arrays are restored.
+
+        Raises:
+            ProviderError: The provider, or the live object, does not take the state.
+        """
         key = self.shard.key
         value = self.saved.structure(key) if self.is_filled else self.saved.build(key, self.targets)
         if self.saved.cut is not None:
@@ -48,7 +56,7 @@ class RestoredObject:
 
 @contextlib.contextmanager
 def naming(key: str, path: Path) -> Iterator[None]:
-    """Make an error of an object's own say which object it is, and what has been restored."""
+    """Turn an error of a live object's own code into a ProviderError that names the object and the checkpoint."""
     try:
         yield
     except DatastatesError:
@@ -59,17 +67,23 @@ def naming(key: str, path: Path) -> Iterator[None]:
 
 
 class Late:
-    """Differences that providers report while they are given their objects: only the objects could tell of them."""
+    """Collects the differences that providers report while they are given their objects."""
 
     def __init__(self, stored: Tensors, saved: Sequence[Compared], result: Restored) -> None:
-        """Take what has been reported until now, and is in ``result``."""
+        """Begin after the comparison, whose differences are in ``result`` already.
+
+        Args:
+            stored: The checkpoint.
+            saved: The saved states of all providers, which collect their differences.
+            result: The result of the restore.
+        """
         self._stored = stored
         self._saved = saved
         self._told = [(len(s.missing), len(s.unexpected)) for s in saved]
         self._result = result
 
     def note(self, *, strict: bool) -> None:
-        """Put what was reported since then into the result. Log it, or raise ProviderError if ``strict``."""
+        """Add the new differences to the result, and log them, or raise ProviderError if ``strict``."""
         result, late = self._result, Restored(self._result.step, self._result.path)
         for saved, (missing, unexpected) in zip(self._saved, self._told, strict=True):
             late.missing_keys += [key for key in saved.missing[missing:] if key not in result.missing_keys]

@@ -1,4 +1,4 @@
-"""The agreements of ranks that restore together: on the checkpoint, that it fits all ranks, that all have read it."""
+"""The agreements of all ranks in one restore: on the checkpoint, on whether it fits, and on the end of all reads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RestoredPart:
     """A part of a logical tensor that a rank has restored.
 
     Attributes:
-        key: The full key.
-        part: The text of the part: equal for equal parts.
+        key: The full key of the tensor in the checkpoint.
+        part: The part as text, which is equal for equal parts.
         numel: Number of elements of the part.
         total: Number of elements of the logical tensor.
-        contribution: What the part contributes to the tensor's digest.
+        contribution: The part's contribution to the tensor's digest.
     """
 
     key: str
@@ -43,11 +43,11 @@ class Fit:
     """How a checkpoint fits one rank.
 
     Attributes:
-        wanted: Hashes of the keys that this rank's providers ask for.
-        names: The names that its providers are stored under.
+        wanted: Hashes of the full keys that this rank's providers ask for.
+        names: The names under which this rank's providers are stored.
         is_vain: Whether nothing fits although something is wanted; None if nothing is wanted.
-        unmatched: The globs that match nothing of this rank.
-        host: The name of this rank's host, if it offers rows to the other ranks there; else None.
+        unmatched: The globs of ``keys`` that match no key of this rank.
+        host: The name of this rank's host, if this rank offers rows for exchange there; else None.
     """
 
     wanted: U64
@@ -62,9 +62,10 @@ class Fits:
     """How a checkpoint fits all ranks.
 
     Attributes:
-        unexpected: The keys that no rank wants.
+        unexpected: The full keys in the checkpoint that no rank wants.
         in_vain: Whether nothing fits on any rank although something is wanted.
-        neighbours: The ranks of this rank's host that offer rows, with this one; empty if it offers none.
+        neighbours: The ranks of this rank's host that offer rows for exchange, this rank among them; empty if this rank
+            offers none.
     """
 
     unexpected: list[str]
@@ -73,10 +74,10 @@ class Fits:
 
 
 def _told(error: Exception) -> bytes:
-    """The message to other ranks about an error: its text, and the files that it misses."""
+    """Encode an error as a message to other ranks: its text, and the paths of the missing files that it names."""
     try:
         text = str(error) or type(error).__name__
-    except Exception:  # of a provider's own class
+    except Exception:  # an exception class of a provider may fail to give its text
         text = type(error).__name__
     lost = error.lost if isinstance(error, RestoreError) else ()
     return pack([text, list(lost)])
@@ -89,23 +90,23 @@ class Meeting:
         """Prepare a meeting; nobody is told yet.
 
         Args:
-            world: The ranks.
-            name: The name of the restore: the same on all ranks, and used once in a run.
+            world: The ranks that restore together.
+            name: Name of the restore: the same on all ranks, and used once in a run.
         """
         self._world = world
         self._name = name
         self._has_begun = False
-        self._failure: Exception | None = None  # of begin()
+        self._failure: Exception | None = None  # the error of begin()
         self.rank, self.ranks = world.rank, world.size
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for another rank where this rank can go on without it."""
+        """Seconds to wait for another rank, if this rank can go on without it."""
         return patience_of(self._world.timeout)
 
     @property
     def token(self) -> str:
-        """A name that the ranks have in common, and other restores have not."""
+        """A name that is the same on all ranks, and different for each restore."""
         return self._world.token(self._name)
 
     def settle(
@@ -119,14 +120,15 @@ class Meeting:
             decide: Called on the coordinator with the data of every rank, by rank, if no rank has failed.
 
         Returns:
-            What ``decide`` returned, on every rank.
+            The result of ``decide``, on every rank.
 
         Raises:
-            Exception: The error of ``own``, once the other ranks know of it. In a world of one rank also that of
-                ``decide``.
-            RestoreError: ``own`` has failed on another rank, or ``decide`` has failed, before the live state may have
-                been changed. Its ``lost`` has the missing files that the failed ranks reported.
-            CommitError: The same, after the live state may have been changed.
+            Exception: The error of ``own``, once the other ranks know of it. In a world of one rank, the error of
+                ``decide``, too.
+            RestoreError: ``own`` has failed on another rank, or ``decide`` has failed, before any live state may have
+                been changed. The error's ``lost`` has the missing files that the failed ranks reported.
+            CommitError: ``own`` has failed on another rank, or ``decide`` has failed, after live state may have been
+                changed.
             RanksMissingError: Some ranks did not come in time.
             StorageError: The directory that the ranks meet in failed.
         """
@@ -163,7 +165,7 @@ class Meeting:
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Do ``action`` on this rank, before a stage. If it raises an error, the next stage fails with it instead."""
+        """Do ``action`` on this rank, before a stage. An error of ``action`` makes the next stage fail."""
         try:
             action()
         except Exception as error:
@@ -190,9 +192,14 @@ class Meeting:
         raise error
 
     def choose(self, wish: str, pick: Callable[[], bytes]) -> bytes:
-        """Choose the checkpoint; returns what ``pick`` returns on the coordinator.
+        """Choose the checkpoint; raises as :meth:`settle` does, on all ranks also if their wishes differ.
 
-        ``wish`` says which checkpoint this rank wants. If the ranks' texts differ, all raise as :meth:`settle` does.
+        Args:
+            wish: A text of the options of this rank, which must be the same on all ranks.
+            pick: Called on the coordinator. Chooses the checkpoint, and encodes the choice.
+
+        Returns:
+            The result of ``pick``, on every rank.
         """
 
         def decide(wishes: dict[int, bytes]) -> bytes:
@@ -209,9 +216,9 @@ class Meeting:
         """Find out whether the checkpoint fits all ranks; raises as :meth:`settle` does.
 
         Args:
-            own: Returns how the checkpoint fits this rank, or raises because it does not.
-            find: Called on the coordinator with the hashes and the provider names of all ranks. Returns the keys of
-                these providers that no rank wants.
+            own: Returns how the checkpoint fits this rank, or raises an error if it does not fit.
+            find: Called on the coordinator with the wanted hashes and the provider names of all ranks. Returns the
+                stored keys of these providers that no rank wants.
         """
 
         def encoded() -> bytes:
@@ -238,7 +245,11 @@ class Meeting:
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
         """Read on all ranks; raises as :meth:`settle` does.
 
-        ``read`` returns the keys that this rank has read without checksums. The result has those of all ranks, sorted.
+        Args:
+            read: Reads on this rank, and returns the keys that were read without checksums.
+
+        Returns:
+            The keys that any rank has read without checksums, sorted.
         """
 
         def decide(told: dict[int, bytes]) -> bytes:
@@ -253,18 +264,18 @@ class Meeting:
         stored: Callable[[str], int | None],
         asked: Collection[str] = (),
     ) -> tuple[list[str], list[str]]:
-        """Compare the digests of what all ranks have restored with the saved ones; raises as :meth:`settle` does.
+        """Compare the digests of all restored tensors with the saved digests; raises as :meth:`settle` does.
 
         Args:
             held: Returns the parts that this rank has restored.
-            stored: Returns what all parts of a key's tensor contributed to its digest when it was saved; None if that
-                is unknown. Called on the coordinator.
-            asked: Keys that are to be compared, the same on all ranks.
+            stored: Returns the sum of the contributions that all parts of a key's tensor made to its digest when it was
+                saved; None if it is unknown. Called on the coordinator.
+            asked: Keys to compare, the same on all ranks.
 
         Returns:
-            The keys whose contents differ from what was saved, and the keys for which that cannot be said. The latter
-            have no saved digest, or the ranks' distinct parts do not make up the tensor, each element once, or no rank
-            can compare its part.
+            The keys whose contents differ from the saved contents, and the keys that cannot be compared. A key cannot
+            be compared if it has no saved digest, if the ranks' distinct parts do not make up the tensor with each
+            element once, or if no rank can compare its part.
         """
 
         def encoded() -> bytes:
@@ -282,7 +293,7 @@ class Meeting:
                 for _, _, contribution in one:
                     digest ^= contribution
                 if any(len(alike) > 1 for alike in found.values()):
-                    wrong.append(key)  # two ranks hold different contents of the same part
+                    wrong.append(key)  # two ranks hold the same part with different contents
                 elif expected is None or sum(numel for numel, _, _ in one) != one[0][1]:
                     unknown.append(key)
                 elif digest != expected:

@@ -1,4 +1,4 @@
-"""The live arrays of one provider, each found in a checkpoint by its name alone."""
+"""Compares one provider's live arrays with a checkpoint in which each array is found by its name alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from datastates.state.shards import ArrayRef, Shard, full_key
 
 
 class NamedArrays(Compared, Saved):
-    """The arrays of one provider whose keys differ from those of the checkpoint.
+    """Compares one provider's live arrays with stored arrays that have other keys, or come from another format.
 
-    The provider is not asked to restore any object: its other values than arrays stay as they are.
+    The provider is not asked to restore any object: its values that are no arrays stay as they are.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class NamedArrays(Compared, Saved):
 
         Args:
             stored: The checkpoint.
-            provider: The provider.
-            live: Which array of the checkpoint belongs to each live one.
+            provider: The provider, which has ``takes_parts`` set.
+            live: Tells which array of the checkpoint belongs to each live array.
             request: How arrays are restored.
             cut: The selected part of the provider; None for all of it.
         """
@@ -40,37 +40,37 @@ class NamedArrays(Compared, Saved):
         self._live = live
 
     def arrays(self) -> Mapping[str, ArrayRef]:
-        """The stored arrays by key, each as its whole logical tensor."""
+        """The stored arrays by their keys in the live state, each as its whole logical tensor."""
         return _References(self, self.every_key())
 
     def every_key(self) -> Sequence[str]:
-        """Keys of the stored arrays of all ranks."""
+        """Keys, in the live state, of the stored arrays of all ranks."""
         return self._live.of_provider(self.name)
 
     def objects(self) -> Sequence[str]:
-        """No keys."""
+        """No keys: objects are not restored by name."""
         return []
 
     def structure(self, key: str) -> object:
-        """There is no object."""
+        """Raise KeyError: objects are not restored by name."""
         raise KeyError(key)
 
     def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
-        """There is no object."""
+        """Nothing: objects are not restored by name."""
         return iter(())
 
     def stored_key(self, key: str) -> str:
-        """The full key in the checkpoint of an array that it has, by its key within the provider."""
+        """The full key that a live array has in the checkpoint, given its key; raises KeyError if it is not there."""
         return self._live.stored[full_key(self.name, key)]
 
     def find(self, key: str) -> Row | None:
-        """A row with any part of an array, by the key within the provider; None if there is none."""
+        """Find a row with any part of a stored array, by the array's key within the provider; None if there is none."""
         return self._stored.find(self.stored_key(key)) if self._has(key) else None
 
     def destinations(self) -> Sequence[Shard]:
-        """The live arrays that the checkpoint has. Reports those that it lacks, and those that are not live.
+        """The live arrays that the checkpoint has. Arrays that only one of both sides has are reported.
 
-        It may have one of several arrays that are the same memory, as tied weights are: none of these is missing then.
+        Of several live arrays that are the same memory, as tied weights are, the checkpoint needs one only.
         """
         every = self._provider.arrays_by_name(self)
         shards = [shard for shard in every if not is_inner(shard.key)]
@@ -85,7 +85,7 @@ class NamedArrays(Compared, Saved):
         return found
 
     def hand_over(self) -> None:
-        """Give the provider its arrays."""
+        """Give the provider its filled arrays."""
         self._provider.take_arrays(self.restored, self)
 
     def _has(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Restores a checkpoint on all ranks: the wanted step, the newest, or the newest that is not damaged."""
+"""Restores a checkpoint on all ranks: of the wanted step, the newest, or the newest that is not damaged."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def restore(
     """Restore the newest of the candidates; returns None if there is none.
 
     Args:
-        providers: What to restore.
+        providers: The live state to restore into.
         candidates: Returns the checkpoints to choose from, the newest last. Called on the coordinator.
         executor: As for :class:`~datastates.restoring.restore.Restore`.
         meetings: Returns the meeting of the n-th attempt, from 0.
-        request: What is restored, and how.
+        request: The options of the restore.
 
     Raises:
         FormatError: With ``fallback``, all candidates are damaged. With several ranks it is a RestoreError.
@@ -58,7 +58,7 @@ def restore(
 
     def find() -> Path | None:
         found = newest()
-        # the place of a manifest that could not be read for a moment was a guess
+        # a manifest that cannot be read for a moment has a guessed place: ask until the answer stays the same
         while request.fallback and (again := newest()) != found:
             found = again
         return found
@@ -100,9 +100,9 @@ def compare(
     meeting: Meeting,
     request: RestoreRequest,
 ) -> Comparison | None:
-    """Find out what :func:`restore` would do without ``fallback``; returns None if there is no candidate.
+    """Find out the outcome of :func:`restore` without ``fallback``; returns None if there is no candidate.
 
-    The arguments are those of :func:`restore`.
+    It takes the arguments of :func:`restore`, with one meeting.
     """
     with contextlib.ExitStack() as reading:
         stored = open_together(meeting, request, lambda: next(reversed(candidates()), None), reading)
@@ -115,7 +115,17 @@ def compare(
 def _agree(
     meeting: Meeting, error: Exception | None, path: Path, damaged: dict[Path, str]
 ) -> tuple[bool, dict[str, str]]:
-    """Whether all ranks try another checkpoint, and the checkpoints that were passed over so far, with the reasons."""
+    """Agree after an attempt whether all ranks try another checkpoint.
+
+    Args:
+        meeting: The meeting of the attempt.
+        error: The error of this rank; None if it could restore.
+        path: The checkpoint of the attempt.
+        damaged: On the coordinator, the damaged checkpoints with the reasons; ``path`` is added if it is damaged.
+
+    Returns:
+        Whether to try another one, and the names of the checkpoints that were passed over, with the reasons.
+    """
 
     def decide(votes: dict[int, bytes]) -> bytes:
         said = {rank: unpack(vote) for rank, vote in votes.items()}
@@ -140,7 +150,7 @@ def _vote(error: Exception | None) -> int:
         return _FINE
     misfit = isinstance(error, RestoreError) and (error.missing or error.unexpected or error.mismatched)
     if isinstance(error, (CommitError, RestoreError)) and not misfit:
-        return _TOLD  # another rank has failed, and votes itself on what it was
+        return _TOLD  # the rank that has failed votes on its own error
     return _DAMAGED if health.is_damage(error) else _OTHER
 
 

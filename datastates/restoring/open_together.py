@@ -13,9 +13,9 @@ from datastates.restoring.request import RestoreRequest
 
 
 def advised(path: Path, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
-    """Let an error about a damaged newest checkpoint name an older one that looks whole.
+    """Let an error about a damaged newest checkpoint name an older checkpoint that looks whole.
 
-    Does nothing if the user asked for a step.
+    It does nothing if the user asked for a step.
     """
     return health.advice(path, "take it with step={step}, or let fallback=True do it" if request.step is None else None)
 
@@ -27,12 +27,12 @@ def open_together(
 
     Args:
         meeting: The meeting of the ranks.
-        request: What this rank asks for. Ranks that ask for different checkpoints all raise.
+        request: The request of this rank. All ranks raise an error if their requests differ.
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
-        reading: The protection ends when this is closed.
+        reading: The protection ends when this stack is closed.
 
     Returns:
-        The checkpoint; None if ``find`` returned None. If another rank than the coordinator cannot protect it, the next
+        The checkpoint; None if ``find`` returned None. If a rank other than the coordinator cannot protect it, the next
         stage of the meeting fails.
     """
 

@@ -11,11 +11,11 @@ from datastates.state.shards import full_key
 
 Rename = str | re.Pattern[str]
 Renames = Mapping[Rename, str]
-"""New names by old ones: a prefix and what replaces it, or a pattern and the replacement of ``re.sub``."""
+"""Renames: a prefix of a key and its replacement, or a pattern and its replacement as in ``re.sub``."""
 
 
 def checked_renames(renames: Any) -> Renames:
-    """The renames; raises TypeError for anything but a mapping of prefixes and patterns to strings."""
+    """Check the renames of a user; raises TypeError for anything but a mapping of prefixes and patterns to strings."""
     if not isinstance(renames, Mapping):
         raise TypeError(f"rename: a mapping of old names to new ones is wanted, not a {type(renames).__name__}")
     for old, new in renames.items():
@@ -26,7 +26,7 @@ def checked_renames(renames: Any) -> Renames:
 
 
 def renamed(name: str, renames: Renames) -> tuple[str, Rename | None]:
-    """A name as the first rename that matches it changes it, and that rename; None if no rename matches."""
+    """Apply the first rename that matches a name; returns the new name, and the rename or None if none matches."""
     for old, new in renames.items():
         if isinstance(old, str):
             if name.startswith(old):
@@ -45,20 +45,21 @@ def as_text(old: Rename) -> str:
 
 
 class LiveKeys:
-    """Which array of a checkpoint belongs to each array of the live state, where that is told by names alone.
+    """Tells by names alone which array of a checkpoint belongs to each array of the live state.
 
     Attributes:
         stored: The full key in the checkpoint, by the full key in the live state.
-        live: The inverse.
-        providers: Names of the providers that lose or get an array by a rename, as keys begin with them.
+        live: The full key in the live state, by the full key in the checkpoint.
+        providers: First components of the keys that a rename changed: full keys of the providers that lose or get an
+            array.
     """
 
     def __init__(self, stored: Iterable[str], renames: Renames, providers: Sequence[str] = ()) -> None:
-        """Rename all keys.
+        """Rename the keys of a checkpoint.
 
         Args:
             stored: The full keys of all arrays of the checkpoint.
-            renames: The renames.
+            renames: The renames; the first one that matches a key is used.
             providers: For a checkpoint of another format, whose keys begin with no provider's name: the live providers.
                 If there is only one, its name is put in front of each key that does not begin with it.
 
@@ -90,7 +91,7 @@ class LiveKeys:
         return full_key(name, "") in self.providers
 
     def of_provider(self, name: str) -> list[str]:
-        """The keys, within a provider, of the arrays that belong to it. One array may be all of the provider."""
+        """The keys, within a provider, of its stored arrays. The key of an array that is all of its state is empty."""
         begin = full_key(name, "")
         whole = [""] if begin in self.stored else []
         return whole + [key[len(begin) + 1 :] for key in self.stored if key.startswith(f"{begin}/")]

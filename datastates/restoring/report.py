@@ -13,11 +13,11 @@ class RestoreReport:
     """The cost of a restore on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
 
     Attributes:
-        step: The step that was restored; 0 if a checkpoint of another format does not say.
+        step: The training step that was restored; 0 if a checkpoint of another format does not say.
         path: The path of the checkpoint.
-        nbytes: Bytes of the files that this rank wanted.
+        nbytes: Bytes that this rank wanted of the files.
         read_nbytes: Bytes that this rank read, for itself and for the other ranks of its host.
-        seconds: Duration of the call. It includes the wait for snapshots in flight and for the other ranks.
+        seconds: Duration of the ``restore()`` call. It includes the wait for snapshots in flight and for other ranks.
         stages: By the name of a stage, the sums of its work; see :class:`~datastates.executor.timeline.Stage`.
 
             - ``open``: waiting for snapshots in flight, choosing the checkpoint, opening it.
@@ -38,7 +38,7 @@ class RestoreReport:
 
     @property
     def gbps(self) -> float | None:
-        """10⁹ wanted bytes per second of the call; None if nothing was wanted."""
+        """Rate in 10⁹ wanted bytes per second of the call; None if no byte was wanted."""
         return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds else None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-""":class:`RestoreRequest`: the request to restore, which is checked once, and which all stages of a restore take."""
+""":class:`RestoreRequest`: the options of a restore, which are checked once, and which all its stages take."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ class RestoreRequest:
 
     Attributes:
         step: The step of the checkpoint; None for the newest.
-        keys: A glob, or several, such as ``"model/*"`` or ``"model/*lora_*"``: only the arrays and values whose full
-            keys match are restored, and only these are compared. All others of the live state are left as they are. A
-            provider's name means all of it. An optimizer or a random state is restored as a whole only. They are keys
-            of the live state, after ``rename``. None restores all.
+        keys: A glob, or several, such as ``"model/*"`` or ``"model/*lora_*"``. Globs match full keys of the live state,
+            after ``rename``. Only matching arrays and values are compared and restored. All other live values stay as
+            they are. A provider's name means all of it. An optimizer or a random state is restored as a whole only.
+            None restores all.
         rename: New full keys of the checkpoint's arrays. ``{"encoder/": "model/"}`` replaces a prefix; a compiled
-            pattern is replaced as by ``re.sub``. The first that matches a key is used. A provider that loses or gets an
-            array by a rename is matched by the names of its arrays alone: its other values stay as they are. Not for an
-            optimizer or a random state.
-        cast: Convert arrays whose floating-point type differs from the live one's, while they are read and verified.
-            Their digests are not compared, as those are of the stored type. All other differences of element types are
-            mismatches.
-        strict: Refuse missing, unexpected and mismatched keys. False restores the keys that fit. The others are logged
-            as a warning, and listed in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of the result. If
-            nothing fits at all, RestoreError is raised all the same.
+            pattern is replaced as by ``re.sub``. The first rename that matches a key is used. A provider that loses or
+            gets an array by a rename is matched by the names of its arrays alone: its other values stay as they are.
+            Optimizers and random states cannot be renamed.
+        cast: Convert arrays whose floating-point type differs from the live array's, while they are read and verified.
+            Their digests are not compared, as a digest depends on the element type. All other differences of element
+            types are mismatches.
+        strict: Refuse missing, unexpected and mismatched keys. False restores the keys that fit. The other keys are
+            logged as a warning, and listed in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of the
+            result. If nothing fits at all, RestoreError is raised all the same.
         trust: Classes that pickled objects may have, as ``module.qualname``; ``"all"`` for any class, which lets the
             checkpoint run code.
-        verify: ``"checksum"`` verifies what is read with the checksums of the files. ``"digest"`` also compares the
-            digest of every restored logical tensor, over all ranks, with the saved one. If only a little of a chunk is
-            wanted, it may be read without its checksum; the digest of that tensor is then compared in any case.
-        fallback: If the newest checkpoint is damaged, restore the newest one that is not, the same on all ranks. A
-            warning and ``passed_over`` of the result tell which were damaged. Not allowed with ``step`` or with
+        verify: ``"checksum"`` verifies the read bytes with the checksums of the files. ``"digest"`` also compares the
+            digest of every restored logical tensor, over all ranks, with the saved digest. If only a little of a chunk
+            is wanted, it may be read without its checksum; the digest of the tensor is then compared in any case.
+        fallback: If the newest checkpoint is damaged, restore the newest undamaged one, the same on all ranks. A
+            warning and ``passed_over`` of the result name the damaged checkpoints. Not allowed with ``step`` or with
             ``strict=False``.
     """
 
@@ -113,12 +113,12 @@ class RestoreRequest:
 
     @property
     def takes_all(self) -> bool:
-        """Whether everything is taken as it is."""
+        """Whether all arrays are restored under their own names and in their own types."""
         return self.keys is None and not self.rename and not self.cast
 
     @property
     def wish(self) -> str:
-        """A text of all that must be the same on all ranks, by which they compare their requests."""
+        """The options that must be the same on all ranks, as a text by which ranks compare their requests."""
         newest = "the newest that is whole" if self.fallback else "the newest"
         which = newest if self.step is None else f"step {self.step}"
         renames = [(as_text(o), o.flags if isinstance(o, re.Pattern) else None, new) for o, new in self.rename.items()]
@@ -129,5 +129,5 @@ class RestoreRequest:
 
 
 def divide(options: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A call's keyword arguments: those of some names, and the rest."""
+    """Divide the keyword arguments of a call into the arguments with the given names, and all others."""
     return {k: v for k, v in options.items() if k in names}, {k: v for k, v in options.items() if k not in names}

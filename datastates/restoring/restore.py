@@ -1,4 +1,4 @@
-"""The way of one restore: manifest → container → planner → executor → providers, on all ranks together or on none."""
+"""One restore: manifest → container → planner → executor → providers, on all ranks together or on none."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
 
 _NOTHING = Cut(Selection(()), "")
-"""Stands for a provider of which nothing is selected."""
+"""Stands for the cut of a provider with no selected key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """A provider that the checkpoint has: what is saved of it, and its destinations."""
+    """A provider that is restored, its saved arrays and objects, and its destinations."""
 
     provider: StateProvider
     saved: Compared
@@ -67,11 +67,11 @@ class Restore:
         """Prepare a restore; nothing is read yet.
 
         Args:
-            stored: The checkpoint. Of one of another format, arrays are restored by their names alone.
-            providers: What to restore.
+            stored: The checkpoint. If it is of another format, arrays are restored by their names alone.
+            providers: The live state to restore into.
             executor: Returns the executor to use, given the number of bytes that will be read.
             meeting: The meeting of the ranks.
-            request: What of the checkpoint is restored, and how. Its step is not looked at.
+            request: The options of the restore. Its step is not looked at.
         """
         self._stored = stored
         self._own = stored if isinstance(stored, Stored) else None  # a checkpoint of this package
@@ -81,10 +81,10 @@ class Restore:
         self._request = request
         self._selection = None if request.keys is None else Selection(request.keys)
         self._live_keys: LiveKeys | None = None  # if keys are renamed
-        self._ranks = 1 if self._own is None else self._own.head.ranks  # those that saved it
+        self._ranks = 1 if self._own is None else self._own.head.ranks  # number of ranks that saved
         self._alone = self._ranks == meeting.ranks == 1
         self._reads = Reads()
-        self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
+        self._executor: Executor | None = None  # if it has begun to read ahead
         self._taken: list[_Taken] = []
         self._objects: list[RestoredObject] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
@@ -113,7 +113,7 @@ class Restore:
 
     @gc_pause.paused()
     def compare(self) -> Comparison:
-        """Find out what :meth:`run` would do; nothing is changed. Use it in the place of :meth:`run`.
+        """Find out the outcome of :meth:`run` without changing anything. Use it instead of :meth:`run`.
 
         With ``strict`` it raises RestoreError if something does not fit.
         """
@@ -142,7 +142,7 @@ class Restore:
                 self._take_by_name(provider, self._live_keys)
                 continue
             assert self._own is not None
-            # per-rank state of a rank that did not exist when the checkpoint was saved
+            # the state belongs to a rank that did not exist when the checkpoint was saved
             is_new = provider.per_rank and rank >= ranks
             name = stored_name(provider, rank, ranks)
             base = None if is_new else self._own.base(name, rank)
@@ -168,7 +168,7 @@ class Restore:
         if not provider.takes_parts:
             if self._own is not None:
                 raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
-            self._absent.append(provider.name)  # other formats hold no state that only a provider can take back
+            self._absent.append(provider.name)  # other formats hold named arrays only
             return
         named = NamedArrays(self._stored, provider, live, self._request, cut)
         self._taken.append(_Taken(provider, named, named.select(named.destinations())))
@@ -203,11 +203,11 @@ class Restore:
             targets = taken.saved.plan(taken.shards, self._reads)
             for shard in objects_of(taken.shards):
                 assert isinstance(taken.saved, SavedState)
-                taken.saved.vet(shard.key)  # so that an untrusted or damaged object is refused before any change
+                taken.saved.vet(shard.key)  # refuses an untrusted or damaged object before any change
                 self._objects.append(RestoredObject(taken.provider, taken.saved, shard, targets))
         saved, result = [taken.saved for taken in self._taken], self._result
         result.missing_keys = [*self._absent, *(key for s in saved for key in (*s.missing, *s.lost))]
-        # with several ranks, another rank may want what this one does not
+        # with several ranks, another rank may want a key that this rank does not want
         result.unexpected_keys = [key for s in saved for key in s.unexpected] if self._alone else []
         result.mismatched_keys = {key: what for s in saved for key, what in s.mismatched.items()}
         if self._request.strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
@@ -229,7 +229,7 @@ class Restore:
         return Fit(np.fromiter(wanted, np.uint64), names, is_vain, unmatched)
 
     def _offering(self, fit: Fit) -> Fit:
-        """The fit, and what this rank offers the others of its host."""
+        """Offer rows to the other ranks of the host, and put the host's name into the fit."""
         meeting = self._meeting
         if meeting.ranks == 1:
             return fit
@@ -247,7 +247,7 @@ class Restore:
         return found if self._selection is None else [key for key in found if self._selection.takes(key)]
 
     def _take_note(self, unexpected: list[str], in_vain: bool) -> None:
-        """Raise or log what does not fit, now that it is known for all ranks."""
+        """Raise an error, or log, about keys that do not fit, now that they are known for all ranks."""
         result = self._result
         result.unexpected_keys += unexpected
         if in_vain or (self._request.strict and result.unexpected_keys):
@@ -261,7 +261,7 @@ class Restore:
         return {**lost, self._absent[0]: self._in_its_place()} if self._absent else lost
 
     def _in_its_place(self) -> str:
-        """The providers of a checkpoint that lacks one, and the remedy."""
+        """The advice about a provider that the checkpoint lacks: the providers that it has, and the remedy."""
         name, rest = self._absent[0], "strict=False restores the rest"
         if self._own is None:
             return f"it is no checkpoint of datastates, and holds arrays only; {rest}"
@@ -284,9 +284,9 @@ class Restore:
             self._reads.meet(neighbours, executor)
             self._reads.start(executor)
         except BaseException:
-            self._reads.close()  # so that the other ranks of the host do not wait for this one
+            self._reads.close()  # the other ranks of the host would wait for this one
             raise
-        finally:  # also if some reads have begun
+        finally:  # even after an error, as some reads may have begun
             for taken in self._taken:  # while bytes are read
                 note_rewritten(taken.saved.rewritten)
         try:
@@ -300,12 +300,17 @@ class Restore:
         return list(tally.unverified_keys)
 
     def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:
-        """Compare the digests of what was restored with the saved ones; returns the keys that cannot be compared.
+        """Compare the digests of restored tensors with the saved digests.
 
-        Keys are full keys in the checkpoint. Compares all if asked for ``every`` one, else those that are doubtful.
+        Args:
+            doubtful: Full keys, in the checkpoint, of tensors that were read without checksums.
+            every: Whether to compare all tensors, not only the doubtful ones.
+
+        Returns:
+            Full keys, in the checkpoint, of the tensors that cannot be compared.
 
         Raises:
-            CorruptError: Contents differ from what was saved. The same error on all ranks.
+            CorruptError: Restored contents differ from the saved ones. All ranks raise the same error.
         """
         if not every and not doubtful:
             return []
@@ -321,7 +326,7 @@ class Restore:
         return unknown
 
     def _live(self, key: str) -> str:
-        """The full key in the live state of an array of the checkpoint."""
+        """The full key in the live state of an array with the full key ``key`` in the checkpoint."""
         return key if self._live_keys is None else self._live_keys.live.get(key, key)
 
     def _hand_over(self) -> None:
@@ -335,7 +340,7 @@ class Restore:
         self._note_parts()
 
     def _note_parts(self) -> None:
-        """Tell which keys are left out and which are cast."""
+        """Note in the result the keys that are left out, and the keys that are cast."""
         for saved in (taken.saved for taken in self._taken):
             left_out = () if saved.cut is None else saved.cut.left_out
             self._result.left_out_keys += [full_key(saved.name, key) for key in left_out]
@@ -343,7 +348,7 @@ class Restore:
 
 
 def _held(saved: Compared, keys: set[str] | None) -> Iterator[RestoredPart]:
-    converted = {cast.shard.key for cast in saved.casts}  # their digests are of another type
+    converted = {cast.shard.key for cast in saved.casts}  # a digest depends on the element type
     named = ((shard, saved.stored_key(shard.key)) for shard in saved.restored if shard.key not in converted)
     held = [(shard, full) for shard, full in named if (keys is None or full in keys) and shard.part.numel]
     found = contributions([replace(shard, source=dtensors.local(shard.source)) for shard, _ in held])

@@ -1,4 +1,4 @@
-""":class:`Restored`, the result of a restore, and the messages about what does not fit."""
+""":class:`Restored`, the result of a restore, and the messages about keys that do not fit."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Restored:
     """The result of a restore. The keys are full keys.
 
     Attributes:
-        step: The step that was restored; 0 if a checkpoint of another format does not say.
-        path: The checkpoint.
-        missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. Keys of per-rank state are
-            listed but are no error if the checkpoint did not have this rank, which then keeps its own state.
+        step: The training step that was restored; 0 if a checkpoint of another format does not say.
+        path: The path of the checkpoint.
+        missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. If the checkpoint did not
+            have this rank, the rank keeps its per-rank state: the keys are listed but are no error.
         unexpected_keys: Keys, after ``rename``, that the checkpoint has and the live state of all ranks lacks.
         mismatched_keys: Keys whose shape, dtype or container type differs on this rank, each with the difference.
         unverified_keys: Keys whose contents could not be compared completely, neither with checksums nor with a digest.
             With ``verify="digest"``, keys whose digest could not be compared.
-        left_out_keys: With ``keys``, what no glob matches of the providers that are restored in part, on this rank, and
-            the names of the providers that are not restored at all.
-        cast_keys: Keys whose element type was converted on this rank, each with both types.
-        needed_nbytes: Bytes of the files that this rank wanted.
+        left_out_keys: With ``keys``, on this rank: the unmatched keys of providers that are restored in part, and the
+            names of providers that are not restored at all.
+        cast_keys: Keys whose element type was converted on this rank, each with the stored and the live type.
+        needed_nbytes: Bytes that this rank wanted of the files.
         read_nbytes: Bytes that this rank read, for itself and for the other ranks of its host.
-        shared_nbytes: How many of those lie between rows of matrices that this rank wanted. They are read through the
-            page cache, so that storage reads them once for all ranks of a host.
+        shared_nbytes: Bytes among ``read_nbytes`` that lie between rows of matrices that this rank wanted. They are
+            read through the page cache: storage reads them once for all ranks of a host.
         received_nbytes: Bytes that this rank wanted and other ranks of its host read for it.
-        passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
-            what is wrong with it.
+        passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and its
+            damage.
         spans: The timeline of this rank; :attr:`report` has its sums.
     """
 
@@ -61,7 +61,7 @@ class Restored:
 
     @property
     def report(self) -> RestoreReport:
-        """Its sizes, times and rates on this rank."""
+        """The sizes, times and rates of the restore on this rank."""
         begin, end = min(s.begin for s in self.spans), max(s.end for s in self.spans)
         return RestoreReport(
             step=self.step,
@@ -85,7 +85,13 @@ class Restored:
 
 
 def misfit(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> RestoreError:
-    """The error that names what does not fit. ``lost`` says, for some missing keys, what is missing of them."""
+    """Make the error that names the keys that do not fit.
+
+    Args:
+        stored: The checkpoint.
+        result: The differences.
+        lost: For some of the missing keys, the missing amount, or an advice, as text.
+    """
     return RestoreError(
         f"{stored.path} does not fit the live state: {_differences(stored, result, lost)}",
         missing=result.missing_keys,
@@ -96,7 +102,7 @@ def misfit(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> Restor
 
 
 def warn_of_rest(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> None:
-    """Log a warning that names what a restore leaves unchanged, if anything."""
+    """Log a warning that names the keys that a restore leaves unchanged, if any; takes the same as :func:`misfit`."""
     counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
     if any(counts):
         _log.warning(
@@ -112,7 +118,7 @@ def warn_of_unverified(keys: Sequence[str]) -> None:
 
 
 def shortened(texts: Sequence[str], separator: str = ", ") -> str:
-    """Join the first texts, and add how many more there are."""
+    """Join the first few texts, and add the number of further ones."""
     rest = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return separator.join(texts[:_SHOWN]) + rest
 
@@ -135,10 +141,10 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
 
 
 def _whole(stored: Tensors, missing: Sequence[str]) -> str:
-    """The advice about missing keys that lie in objects of other classes, such as a module that was saved whole."""
+    """The advice about missing keys inside an object that needs its class, such as a module that was saved whole."""
     if not stored.is_listed:
         return ""
-    # only objects of other formats have no place; those of this package may be large, and their arrays are listed
+    # only objects of other formats have no offset; objects of this package may be large, and list their arrays
     others = ((key, entry) for key, entry in stored.objects().items() if entry.offset is None)
     around = ((key, entry) for key, entry in others if not key or missing[0].startswith(f"{key}/"))
     found = next(((key, kinds) for key, entry in around if (kinds := entry.classes())), None)

@@ -1,4 +1,4 @@
-"""The saved state of one provider: arrays and objects of the containers, compared with the live state."""
+"""Compares the live state of one provider with its arrays and objects in the containers of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
 _SAMPLED = 16
-"""Number of a provider's arrays that are looked at before a container is read ahead."""
+"""Number of arrays of a provider that decide whether a container is read ahead."""
 
 
 class SavedState(Compared, Saved):
     """The saved state of one provider in a checkpoint. It also collects the differences that are reported.
 
-    The objects and the listed keys are those of one container, the base: the one with this rank's number or, if that
-    has nothing of the provider, another one. A look-up by key finds the arrays of all ranks. Not thread-safe.
+    Objects and listed keys come from one container, the base. It is the container with this rank's number or, if that
+    has nothing of the provider, another rank's. A look-up by key finds the arrays of all ranks. Not thread-safe.
     """
 
     _stored: Stored
@@ -54,7 +54,7 @@ class SavedState(Compared, Saved):
         Args:
             stored: The checkpoint.
             base: The base container.
-            name: The name that the provider is stored under.
+            name: The name under which the provider is stored.
             request: How arrays and objects are restored.
             cut: The selected part of the provider; None for all of it.
         """
@@ -65,7 +65,7 @@ class SavedState(Compared, Saved):
         table = base.index.shards
         self.rows = StoredRows(base.index, name)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
-        self._elsewhere: dict[str, Row | None] = {}  # what was looked up in the containers of other ranks
+        self._elsewhere: dict[str, Row | None] = {}  # rows looked up in other ranks' containers
         self._read: dict[str, bytes] = {}
         self._surveyed: dict[str, tuple[Any, bool]] = {}
 
@@ -74,17 +74,17 @@ class SavedState(Compared, Saved):
         return _References(self)
 
     def every_key(self) -> Sequence[str]:
-        """Keys of the stored arrays of all ranks."""
+        """Keys of the provider's stored arrays of all ranks."""
         return self._stored.every_key(self.name)
 
     def note_lost_objects(self, rank: int) -> None:
-        """Record the objects that a rank saved in a missing container: the base has those of another rank instead."""
+        """Record as lost the objects that a rank saved in a missing container. The base has another rank's objects."""
         for key in self._objects:
             if self._takes(key) and self._stored.has_lost(full := full_key(self.name, key), rank):
                 self.lost[full] = "what this rank saved of it"
 
     def find(self, key: str) -> Row | None:
-        """A row with any part of an array, by the key within the provider; None if there is none."""
+        """Find a row with any part of a stored array, by the array's key within the provider; None if there is none."""
         if key in self.rows:
             return self.rows[key]
         if key not in self._elsewhere:
@@ -96,14 +96,14 @@ class SavedState(Compared, Saved):
         return list(self._objects)
 
     def wanted_whole(self, shards: Sequence[Shard], ranks: Sequence[int]) -> Iterator[int]:
-        """The ranks of which some, and probably all, that they saved of the live arrays is wanted, going by a few."""
+        """The ranks of ``ranks`` whose saved arrays are wanted, and probably wanted whole. A few arrays decide."""
         some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
         wanted: dict[str, list[Part]] = {}
         for shard in some:
             if not shard.is_object:
                 wanted.setdefault(full_key(self.name, shard.key), []).append(shard.part)
         holders = {r for key, parts in wanted.items() for part in parts for r in self._stored.holders(key, part)}
-        needed = [rank for rank in ranks if rank in holders]  # the containers of the others need not be opened
+        needed = [rank for rank in ranks if rank in holders]  # other ranks' containers need not be opened
         will_open(map(self._stored.named, needed))
         for rank in needed:
             if all(
@@ -114,11 +114,11 @@ class SavedState(Compared, Saved):
                 yield rank
 
     def structure(self, key: str) -> object:
-        """A stored object's containers and plain values, with an ArrayRef for each array."""
+        """Read a stored object's containers and plain values, with an ArrayRef for each array."""
         return self._survey(key)[0]
 
     def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
-        """The structures of an object on the other ranks that saved some of these arrays; see :meth:`structure`."""
+        """Read the structure of an object from each other rank that saved one of the arrays; see :meth:`structure`."""
         known = self.arrays()
         wanted = [(full_key(self.name, array), Part.whole(known[array].shape)) for array in arrays]
         ranks = sorted({rank for full, part in wanted for rank in self._stored.holders(full, part)})
@@ -155,12 +155,12 @@ class SavedState(Compared, Saved):
         self._survey(key)
 
     def fill(self, key: str, targets: Mapping[str, object]) -> bool:
-        """Put the live arrays into the object as read before its arrays; False if it needs :meth:`build` instead."""
+        """Put live arrays into an object that was read before its arrays; False if it must be built: :meth:`build`."""
         value, complete = self._survey(key)
         return complete and fill(value, lambda ref: _target(targets, ref))
 
     def build(self, key: str, targets: Mapping[str, object]) -> object:
-        """Build an object with the arrays that have been restored. A reference stands for each other array."""
+        """Build an object with the arrays that have been restored. Each other array stays a reference."""
 
         def resolve(stored: StoredArray) -> object:
             return _target(targets, self._reference(stored))
@@ -186,7 +186,7 @@ class SavedState(Compared, Saved):
         """Queue the reads of all arrays; see :meth:`Compared.plan`.
 
         Returns:
-            The live arrays that are restored, by the keys that stand for their places in ``data.pkl``.
+            The live arrays that are restored, by the keys that references in ``data.pkl`` have.
         """
         self._asked, self._asked_objects = keys_of(shards), [shard.key for shard in objects_of(shards)]
         for key in self._asked_objects:
@@ -204,9 +204,9 @@ class SavedState(Compared, Saved):
         return self._base if shard.key in self.rows and row.part == shard.part else None
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
-        """Queue the reads of all arrays, compared in columns, which is fast.
+        """Compare all arrays in columns of numbers, which is fast, and queue their reads.
 
-        Does nothing and returns False unless one rank saved the checkpoint and all arrays fit it as whole tensors.
+        It does nothing and returns False unless one rank saved the checkpoint and all arrays fit it as whole tensors.
         """
         if self._stored.head.ranks > 1 or not self.rows.has_all(shards.keys):
             return False
@@ -234,16 +234,16 @@ class SavedState(Compared, Saved):
         return True
 
     def hand_over(self) -> None:
-        """Does nothing: the provider is given its arrays in its objects."""
+        """Do nothing: the provider gets its arrays in its objects."""
 
     @property
     def restored(self) -> Sequence[Shard]:
-        """The array shards that are restored, also those that are converted."""
+        """The array shards that are restored, with or without a conversion."""
         return super().restored if self._alike is None else [s for s in self._alike if not s.is_object]
 
     @property
     def takes_something(self) -> bool | None:
-        """Whether any array is restored or, if the provider has no arrays, an object; None if nothing is wanted."""
+        """Whether any array is restored or, if the provider has no arrays, any object; None if it wants nothing."""
         if self._alike is not None:
             return True if self._alike.keys else super().takes_something is not False
         found = super().takes_something
@@ -262,12 +262,12 @@ class SavedState(Compared, Saved):
 
 
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
-    """The restored array as the reference has it. Without one, the reference."""
+    """The restored array for a reference, as a parameter if the reference says so; else the reference itself."""
     return as_referred(targets[ref.key], ref) if ref.key in targets else ref
 
 
 class _References(Mapping[str, ArrayRef]):
-    """The arrays as providers see them: iteration covers those of the base, a look-up finds those of all ranks."""
+    """A provider's stored arrays by key: iteration covers the base's arrays, a look-up finds arrays of all ranks."""
 
     def __init__(self, saved: SavedState) -> None:
         self._saved = saved
@@ -279,7 +279,7 @@ class _References(Mapping[str, ArrayRef]):
         return iter(self._saved.rows)
 
     def __contains__(self, key: object) -> bool:
-        # `find` makes a row, which takes longer
+        # the first test is faster: `find` makes a row
         return key in self._saved.rows or (isinstance(key, str) and self._saved.find(key) is not None)
 
     def __getitem__(self, key: str) -> ArrayRef:

@@ -1,4 +1,4 @@
-"""Which keys a restore takes: all, or those that globs match. Pure, except that it notes which globs have matched."""
+"""Selects the keys of a restore by globs. Pure, except that it notes which globs have matched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Keys = str | Collection[str]
 
 
 def checked_keys(keys: Any) -> tuple[str, ...] | None:
-    """The globs, sorted, or None for all keys; raises TypeError or ValueError for anything that is no glob."""
+    """Check globs that a user gave, and sort them; None stands for all keys.
+
+    Raises:
+        TypeError, ValueError: The value is no glob and no collection of globs.
+    """
     if keys is None:
         return None
     globs = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
@@ -37,7 +41,7 @@ class Selection:
     """
 
     def __init__(self, globs: Iterable[str]) -> None:
-        """Take the globs."""
+        """Select by these globs."""
         self._globs = {glob: re.compile(translate(glob)).match for glob in globs}
         self.unmatched = set(self._globs)
 
@@ -46,7 +50,7 @@ class Selection:
         return self._note(glob for glob, match in self._globs.items() if match(full))
 
     def covers(self, provider: str) -> bool:
-        """Whether a glob takes a whole provider: it is the name, or ends in ``*`` and matches whatever follows it."""
+        """Whether a glob takes a whole provider: it matches the name, or the name, ``/`` and whatever follows."""
         return self._note(
             glob
             for glob, match in self._globs.items()
@@ -67,7 +71,7 @@ class Cut:
     """The selected part of one provider.
 
     Attributes:
-        left_out: Keys within the provider of what is left as it is, in the order in which they were found.
+        left_out: Keys within the provider of the values that are not restored, in the order in which they were found.
     """
 
     def __init__(self, selection: Selection, provider: str) -> None:
@@ -81,20 +85,20 @@ class Cut:
         return self._selection.takes(f"{self._provider}/{key}" if key else self._provider)
 
     def keeps(self, key: str) -> bool:
-        """Whether an array or value is restored; notes it if not. An array inside an object belongs to the object."""
+        """Whether an array or value is restored; if not, its key is noted. An array inside an object always is."""
         if is_inner(key) or self.takes(key):
             return True
         self.left_out[key] = None
         return False
 
     def prune(self, value: object, key: str) -> Any:
-        """Put a reference in the place of every value that is not selected: providers keep what is live there.
+        """Replace every value that is not selected by a reference. A provider keeps its live value for a reference.
 
         Dicts and lists are changed in place.
 
         Args:
             value: A stored object's structure, or the object.
-            key: Its key within the provider.
+            key: Key of ``value`` within the provider.
         """
         return self._pruned(value, key, set())
 

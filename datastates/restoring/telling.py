@@ -1,4 +1,4 @@
-"""Tells the other ranks about an error that keeps this rank from meeting them, so that they need not wait for it."""
+"""Tells the other ranks about an error that keeps this rank from meeting them. They then need not wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN = ("rank", "world_size", "rank_timeout")
 def telling(
     directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception], object]
 ) -> Iterator[None]:
-    """If the block raises, tell the other ranks in the background. For code that runs before the world is opened.
+    """If the ``with`` block raises, tell the other ranks in the background. It is for code before the world is opened.
 
     Ranks that meet in a directory, because ``rank`` and ``world_size`` are given, are not told.
 
@@ -31,7 +31,7 @@ def telling(
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(Exception):  # if telling fails, too, the others run into their timeout
+        with contextlib.suppress(Exception):  # without a message, other ranks wait for their timeout
             settings = RankSettings.of({key: value for key, value in options.items() if key in _OWN})
             if settings.rank is None and settings.world_size is None:
                 cause = error
@@ -40,10 +40,10 @@ def telling(
 
 
 def refuse_to_meet(name: str, world: World, error: Exception) -> None:
-    """Report ``error`` to those that call :func:`datastates.ranks.together.meet` or ``settle`` with that name."""
+    """Report ``error`` to the ranks that call :func:`datastates.ranks.together.meet` or ``settle`` with ``name``."""
     settle(world, name, error, b"", lambda _: b"")
 
 
 def refuse_to_restore(name: str, world: World, error: Exception) -> None:
-    """Report ``error`` to those that choose in a :class:`~datastates.restoring.meeting.Meeting` with that name."""
+    """Report ``error`` to the ranks that choose in a :class:`~datastates.restoring.meeting.Meeting` named ``name``."""
     Meeting(world, name).refuse(error)
