@@ -7,8 +7,21 @@ from pathlib import Path
 import pytest
 from by_path import module_at
 
-pytest.importorskip("ckpt_chaos", reason="ckpt-chaos is not installed: nothing was killed")
+runner = pytest.importorskip("ckpt_chaos.runner", reason="ckpt-chaos is not installed: nothing was killed")
 kill = module_at(Path(__file__).parent / "chaos" / "kill.py")
+
+
+def test_a_failed_resume_counts_after_a_run_that_ended_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*_words: object, **_options: object) -> list[object]:
+        outcome = runner.ResumeOutcome(None, 4, 4, 0.0)
+        return [runner.Row(v, crashed=False, drift=True, outcome=outcome, verdict=v) for v in ("PASS", "HARD_FAIL")]
+
+    monkeypatch.setattr(kill, "ENVIRONMENT", {})
+    monkeypatch.setattr(kill, "run_byo", rows)
+    found = kill.verdicts(kill.CASES["Lightning"], "ours", tmp_path, points=2)
+    assert found == {"PASS": kill.NOT_KILLED, "HARD_FAIL": "HARD_FAIL"}
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_chaos.byo import run_byo
+from ckpt_chaos.runner import Row
 
 HERE = Path(__file__).parent
 MODES = ("before", "torn", "term", "unsynced")
@@ -67,8 +68,8 @@ def verdicts(case: Case, way: str, folder: Path, points: int, modes: Sequence[st
     """Kill one loop at up to so many ``points``.
 
     Returns:
-        What ckpt-chaos says of each, and of a run that nobody kills. Where a run did not come to the change at which
-        it was to be killed, that is ``NOT_KILLED``.
+        What ckpt-chaos says of each, and of a run that nobody kills. ``NOT_KILLED`` in the place of ``PASS``: the run
+        ended by itself, and another change of files stood where it was to be killed.
     """
     os.environ.update(ENVIRONMENT)
     rows = run_byo(
@@ -85,7 +86,11 @@ def verdicts(case: Case, way: str, folder: Path, points: int, modes: Sequence[st
         timeout=300,
         jobs=os.cpu_count() or 1,
     )
-    return {row.label: NOT_KILLED if row.drift and not row.crashed else row.verdict for row in rows}
+    return {row.label: _verdict(row) for row in rows}
+
+
+def _verdict(row: Row) -> str:
+    return NOT_KILLED if row.verdict == "PASS" and row.drift and not row.crashed else row.verdict
 
 
 def main() -> int:
