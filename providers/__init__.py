@@ -1,4 +1,4 @@
-"""State providers: each describes one kind of training state and restores it."""
+"""State providers: each describes one kind of training state, and takes it back at a restore."""
 
 from datastates.providers.arrays import DTensorProvider, GpuTensorProvider, HostTensorProvider
 from datastates.providers.nested.state_dict import from_state_dict

@@ -41,24 +41,24 @@ class ArraysProvider(StateProvider):
         return self._tensors
 
     def is_lazy(self, array: object) -> bool:
-        """Whether an array is lazy where the caller has not said it: if nothing changes it unseen."""
+        """Whether an array is lazy if the caller has not said it: if no change of it can go unseen."""
         return laziness.is_lazy_by_default(array)
 
     @abstractmethod
     def check(self, shard: Shard) -> None:
-        """Raise TypeError for an array that does not belong here."""
+        """Raise TypeError for an array in memory that this provider does not take."""
 
     def knowledge(self) -> object:
         """The addresses and layouts of the arrays."""
         return self._describer.known
 
     def learn(self, knowledge: object) -> None:
-        """Take what an earlier provider found out."""
+        """Take the addresses and layouts that an earlier provider found out."""
         assert isinstance(knowledge, Known)
         self._describer.known = knowledge
 
     def shards(self) -> Sequence[Shard]:
-        """One shard for each array; raises TypeError for an array in memory that this provider does not take."""
+        """Describe each array as a shard; raises TypeError for an array in memory that this provider does not take."""
         tensors = self.tensors()
         keys, values = list(tensors.keys()), list(tensors.values())
         shards = self._described(keys, values)
@@ -72,16 +72,16 @@ class ArraysProvider(StateProvider):
     def _described(self, keys: Sequence[str], values: Sequence[object]) -> Sequence[Shard]:
         if self._lazy is not None:
             return self._describer.describe(keys, values, [self._lazy] * len(keys))
-        # whether an array is lazy is asked once for each memory that it lies in
+        # is_lazy() is asked again only for an array that lies in other memory than before
         if self._flags is not None and (again := self._describer.again(keys, values, self._flags)) is not None:
             return again
         self._flags = list(map(self.is_lazy, values))
         return self._describer.describe(keys, values, self._flags)
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The live arrays that the checkpoint holds, in whatever memory they lie."""
+        """The live arrays that the checkpoint holds. They may lie in any memory."""
         stored, tensors = saved.arrays(), self.tensors()
-        listed = set(stored)  # most keys are among these, where a look-up is cheaper
+        listed = set(stored)  # most keys are in this set, whose look-up is cheaper than the mapping's
         found = {key: array for key, array in tensors.items() if key in listed or key in stored}
         saved.report(
             missing=[key for key in tensors if key not in found],
@@ -105,12 +105,12 @@ class GpuTensorProvider(ArraysProvider):
 class HostTensorProvider(ArraysProvider):
     """Arrays in host memory, of torch (pinned or not) or NumPy, by name.
 
-    By default parameters are lazy, and ``snapshot()`` copies all other arrays: nothing says that only an optimizer step
-    changes them. ``snapshot()`` raises TypeError for an array in GPU memory.
+    By default parameters are lazy. ``snapshot()`` copies all other arrays, because code other than an optimizer's step
+    may change them. ``snapshot()`` raises TypeError for an array in GPU memory.
     """
 
     def is_lazy(self, array: object) -> bool:
-        """Whether it is a parameter, or an array of JAX."""
+        """Whether an array is lazy by default: a parameter, or an array of JAX on an accelerator."""
         plain = subclasses.is_tensor(array) and not laziness.is_parameter(array)
         return not plain and super().is_lazy(array)
 
@@ -127,8 +127,8 @@ class _Module(Protocol):
 class DTensorProvider(ArraysProvider):
     """DTensors by name. Each rank describes the part that it holds, and which other ranks hold the same part.
 
-    Other arrays may be among them. They are taken to be the same on all ranks of the DTensors' meshes. By default
-    all torch tensors are lazy whose memory torch alone can write.
+    Other arrays may be among the DTensors. They are taken to be the same on all ranks of the DTensors' meshes. By
+    default a torch tensor is lazy if torch alone can write its memory.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Any] | _Module, *, lazy: bool | None = None) -> None:

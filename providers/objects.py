@@ -40,12 +40,12 @@ class PickledObjectProvider(TreeProvider):
         return self._get()
 
     def is_lazy(self, key: str, array: object) -> bool:
-        """False: such a value may change at any time."""
+        """False: the arrays of a pickled value may change at any time."""
         del key, array
         return False
 
     def match(self, stored: object, saved: Saved) -> Match:
-        """A fresh array for each stored one: restore builds a new value and hands it to ``set``."""
+        """Restore into a new array for each stored one. The restored value is a new one, which goes to ``set``."""
         del stored
         known = saved.arrays()
         return Match([(key, memory.empty(known[key])) for key in self.listed(saved)], self._set)
@@ -54,9 +54,9 @@ class PickledObjectProvider(TreeProvider):
 class RngProvider(PickledObjectProvider):
     """The states of the global random generators of Python, NumPy, torch and CUDA.
 
-    The states of torch are saved where torch is imported, those of CUDA where CUDA is initialized. CUDA generators are
-    restored by device number. If the checkpoint has more devices than this machine, the rest is left out with a
-    warning. Each rank saves its own states.
+    torch's state is saved if torch is imported, and CUDA's states if CUDA is initialized. CUDA generators are restored
+    by device number. If the checkpoint has more devices than this machine, the states of the other devices are left out
+    with a warning. Each rank saves its own states.
 
     Generator objects, such as ``numpy.random.default_rng()`` returns, are not included: give them a provider of their
     own.

@@ -1,4 +1,4 @@
-"""A provider of a tree as JAX's programs have them: arrays that cannot be written, so that a restore makes new ones."""
+"""A provider of a pytree, as in JAX's programs. Its arrays cannot be written, so a restore makes new ones."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ def from_pytree(
 ) -> PytreeProvider:
     """Make a provider for a pytree: each array becomes a shard, the other leaves are serialized.
 
-    Arrays of JAX are captured lazily and need no gate: they never change, and a donation before they are captured does
-    no harm to the snapshot (on the CPU) or makes it fail (on a GPU). Of a sharded array each process saves the boxes
-    that it holds, and one process saves what several hold. Tensors in memory that torch alone can write are lazy,
-    too, and need the gate. NumPy and CuPy arrays and other leaves are copied. Functions are not saved, and stay.
+    JAX's arrays never change, so they need no gate. On the CPU ``snapshot()`` copies them. On accelerators they are
+    captured lazily; if one is donated before it is captured, the snapshot fails. Of a sharded array each process saves
+    the boxes that it holds; a box that several processes hold is saved by one of them. Tensors in memory that torch
+    alone can write are lazy, too, and need the gate. NumPy and CuPy arrays and other leaves are copied. Functions are
+    not saved, and stay.
 
-    A restore makes new arrays, on the devices and with the shardings of those that the tree has, and puts them into a
-    new tree. Nothing of the old tree is written. ``jax.ShapeDtypeStruct`` leaves serve as well.
+    A restore makes new arrays and puts them into a new tree. Each has the devices and the sharding of the array that it
+    replaces. The old tree is not written. A ``jax.ShapeDtypeStruct`` may stand in the tree for an array.
 
     Args:
         name: Top-level key in the checkpoint.
-        tree: The tree, for a start: :attr:`PytreeProvider.tree` is assigned anew as training goes on.
-        get: In its place, a callable that returns the tree at each snapshot and restore.
+        tree: The first tree. Assign new ones to :attr:`PytreeProvider.tree` as training goes on.
+        get: Instead of ``tree``: a callable that returns the tree at each snapshot and restore.
         set: With ``get``: a callable that takes the restored tree.
 
     Returns:
@@ -69,7 +70,7 @@ class PytreeProvider(TreeProvider):
     def __init__(
         self, name: str, tree: object, get: Callable[[], Any] | None, set: Callable[[Any], Any] | None
     ) -> None:
-        """Take what :func:`from_pytree` takes."""
+        """Keep the tree or the callables; see :func:`from_pytree`."""
         super().__init__(name)
         self._tree = tree
         self._get, self._set = get, set
@@ -92,14 +93,14 @@ class PytreeProvider(TreeProvider):
         return _contents(self.tree)
 
     def is_lazy(self, key: str, array: object) -> bool:
-        """Whether nothing changes it unseen."""
+        """Whether no change of an array can go unseen."""
         del key
         return laziness.is_lazy_by_default(array)
 
     @deeper()
     @gc_pause.paused()
     def shards(self) -> Sequence[Shard]:
-        """A shard for each box of an array, and the object of the rest.
+        """Describe each box of an array as a shard, and all other values as one object.
 
         In a program of several processes, arrays that are not JAX's are taken to be the same in all of them.
         """
@@ -120,7 +121,7 @@ class PytreeProvider(TreeProvider):
         return None if inner is None and self._known is None else (inner, self._known)
 
     def learn(self, knowledge: object) -> None:
-        """Take what an earlier provider found out."""
+        """Take the findings of an earlier provider."""
         assert isinstance(knowledge, tuple)
         inner, self._known = knowledge
         if inner is not None:
@@ -128,7 +129,7 @@ class PytreeProvider(TreeProvider):
 
     @deeper()
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """New memory for each array that both have, and the object that holds the rest."""
+        """New memory for each array that both the tree and the checkpoint have, and the object of the other values."""
         if "" not in saved.objects():
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
@@ -137,16 +138,16 @@ class PytreeProvider(TreeProvider):
         return [*(shard for key, into in found.pairs for shard in _shards(key, into)), rest]
 
     def match(self, stored: object, saved: Saved) -> Match:
-        """A landing for each array that both have."""
+        """Restore into new memory, a landing, for each array that both the tree and the stored value have."""
         leaves = taken_apart(self.tree)
-        stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
+        stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself, its leaf
         live = nested_leaves(as_stored(leaves, stored), stands)
         found = pair(stored, live, saved.arrays())
         mismatched, names = dict(found.mismatched), _names(leaves)
         for key, theirs, ours in found.leaves:
             if key in names and theirs != ours:
                 mismatched[key] = f"random keys of {theirs!r} in the checkpoint, of {ours!r} in the live state"
-        others = {names[key] for key in mismatched if key in names}  # of another implementation
+        others = {names[key] for key in mismatched if key in names}  # keys of another generator
         pairs = [(ref.key, stands.get(id(leaf), (None, leaf))[1]) for ref, leaf in found.pairs if ref.key not in others]
         flaws = {key: flaw for key, like in pairs if (flaw := why_not_made(like)) is not None}
         saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched | flaws)
@@ -155,7 +156,7 @@ class PytreeProvider(TreeProvider):
         return Match([*landed, *self.inside(saved)], partial(self._accept, memory))
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
-        """New memory for each array. A typed random key gets the numbers of a stored one, of its own implementation."""
+        """New memory for each array. Typed random keys get the stored numbers, and keep their own generator."""
         shards: list[Shard] = []
         known = saved.arrays()
         for path, like in _arrays(taken_apart(self.tree)):
@@ -170,7 +171,7 @@ class PytreeProvider(TreeProvider):
         return shards
 
     def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
-        """Put the restored arrays into a new tree, and hand that over."""
+        """Put the restored arrays into a new tree, and hand the tree over."""
         del saved
         parts: dict[str, list[Shard]] = {}
         for shard in shards:
@@ -178,13 +179,13 @@ class PytreeProvider(TreeProvider):
         arrays = [(path, like, key_of(path)) for path, like in _arrays(leaves_of(self.tree))]
         found = [(path, Landing.filled(like, parts[key])) for path, like, key in arrays if key in parts]
         landings = {key_of(path): landing for path, landing in found}
-        memory = [landing.parts[0][1] for _, landing in found]  # which stands for the array
+        memory = [landing.parts[0][1] for _, landing in found]  # the first part's memory stands for the array
         landed = _Landed(landings, landings, lambda: landings)
         self._accept(landed, nested([path for path, _ in found], memory))
 
     @deeper()
     def _accept(self, landed: _Landed, value: Any) -> None:
-        """Put the restored leaves into a new tree, and hand that over."""
+        """Put the restored leaves into a new tree, and hand the tree over."""
         leaves = leaves_of(self.tree)
         pairs = zip(leaves.paths, leaves.values, strict=True)
         self.tree = leaves.rebuild([landed.leaf(value, path, leaf) for path, leaf in pairs])
@@ -193,14 +194,20 @@ class PytreeProvider(TreeProvider):
 class _Landed:
     """The memory that a restore reads into, for each array of the live tree.
 
-    Arrays that were one when they were saved are one array in the restored value. In the live tree each may have
-    devices and a sharding of its own. So each has memory of its own, which is found by its key.
+    Two leaves that were the same array when they were saved are one array in the restored value. In the live tree each
+    leaf may have devices and a sharding of its own. So each leaf has memory of its own, which is found by its key.
     """
 
     def __init__(
         self, landings: Mapping[str, Landing], stored: Collection[str], restored: Callable[[], Collection[str]]
     ) -> None:
-        """Take the memory of each key, the keys that are stored, and what tells the keys that were restored."""
+        """Keep the memory.
+
+        Args:
+            landings: The memory by key.
+            stored: The keys of all stored arrays.
+            restored: Returns the keys that were restored. Called when the first leaf is made.
+        """
         self._landings = landings
         self._stored = stored
         self._restored_keys = restored
@@ -208,7 +215,7 @@ class _Landed:
         self._restored: Collection[str] | None = None
 
     def leaf(self, value: Any, path: Path, leaf: Any) -> Any:
-        """The leaf for a new tree; the old one where nothing of it was restored."""
+        """The leaf for the new tree; the old leaf if it was not restored."""
         if jax_arrays.is_key(leaf):
             data = self._array(value, (*path, KEY_DATA))
             return leaf if data is None else jax_arrays.as_keys(data, jax_arrays.key_name(leaf))
@@ -226,7 +233,7 @@ class _Landed:
             if number is None:
                 return leaf
             return number[()] if isinstance(leaf, np.generic) else number.item()
-        return leaf if isinstance(found, ArrayRef) else found  # a reference stands for what is not selected
+        return leaf if isinstance(found, ArrayRef) else found  # a reference stands for a value that is not selected
 
     def _array(self, value: Any, path: Path) -> Any:
         """The restored array at a path; None if it was not restored."""
@@ -237,15 +244,15 @@ class _Landed:
         return None if isinstance(found, ArrayRef) else self._new(key_of(path), found)
 
     def _new(self, key: str, found: Any) -> Any:
-        """The new array of a key; None if it was not restored. ``found`` is what the restored value has there."""
+        """The new array of a key; None if it was not restored. ``found`` is the restored value's item with the key."""
         if self._restored is None:
             self._restored = self._restored_keys()
         by_place = self._memory.get(id(found))
         if by_place is None:
-            return found  # a tensor that torch has dressed anew
+            return found  # a tensor that torch has made anew, as a subclass or with attributes
         if key in self._landings:
             return self._landings[key].assemble() if key in self._restored else None
-        return None if key in self._stored else by_place.assemble()  # what is stored under another key has no landing
+        return None if key in self._stored else by_place.assemble()  # stored under another key only
 
 
 def _contents(tree: object) -> object:
@@ -267,7 +274,7 @@ def _refuse_dtensor(path: Path, leaf: object) -> None:
 
 
 def _arrays(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
-    """The arrays among the leaves and what describes arrays, each with its path; of random keys, the numbers."""
+    """Yield the arrays, and descriptions of arrays, among the leaves, with their paths; of random keys, the numbers."""
     for path, leaf in zip(leaves.paths, leaves.values, strict=True):
         if jax_arrays.is_key(leaf):
             yield (*path, KEY_DATA), jax_arrays.key_data(leaf)
@@ -276,7 +283,7 @@ def _arrays(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
 
 
 def _names(leaves: Leaves) -> dict[str, str]:
-    """The keys of the names of the implementations of random keys, each with the key of the numbers."""
+    """For each leaf of typed random keys: the key of the generator's name, and as its value the key of the numbers."""
     pairs = zip(leaves.paths, leaves.values, strict=True)
     return {key_of((*path, KEY_NAME)): key_of((*path, KEY_DATA)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
 

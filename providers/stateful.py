@@ -23,32 +23,33 @@ from datastates.state.provider import Saved, StateProvider
 def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool] = True) -> StateProvider:
     """Make a provider for an object with ``state_dict`` and ``load_state_dict``, called at each snapshot and restore.
 
-    Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
+    Parameters of modules and the states of torch optimizers are captured lazily, because only an optimizer step changes
     them. ``snapshot()`` copies all other arrays, such as buffers or a learning rate in a tensor.
 
-    A restore leaves what ``load_state_dict`` of the stored state leaves. Tensors of a module that it would only copy
-    are read in place. What hooks or methods of a module's own take is read into new memory and given to them. An
-    optimizer that has no state yet gets its state that way; a DTensor's state is placed like its parameter.
+    After a restore the object is as after ``load_state_dict`` with the stored state. Tensors of a module that the call
+    would only copy are read in place. State for hooks or methods of the module's own is read into new memory and given
+    to them. An optimizer that has no state yet gets its state in new memory; a DTensor's state is placed like its
+    parameter.
 
-    State that other ranks saved, such as those of other pipeline stages, is found by its keys. Of an optimizer state
-    that is keyed by parameter names (``get_optimizer_state_dict``), only that of live parameters is taken. A
-    checkpoint of a :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
+    State that other ranks saved, such as other pipeline stages, is found by its keys. Of an optimizer state that is
+    keyed by parameter names (``get_optimizer_state_dict``), only the states of live parameters are taken. A checkpoint
+    of a :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
 
     Each rank saves its part of a DTensor. Other arrays beside DTensors are taken to be the same on all ranks of the
-    DTensors' meshes. A ``DistributedDataParallel`` and what ``torch.compile`` gives, nested or not, are saved as the
-    module in them, without ``module.`` and ``_orig_mod.`` in front of the keys, so the checkpoint also restores into
-    the bare module. One that has hooks on its state, methods for it or tensors of its own is saved as torch saves it.
-    The arrays of a ``DistributedDataParallel`` are taken to be the same on all ranks of its process group. Parameters
-    that it ignores are not.
+    DTensors' meshes. A ``DistributedDataParallel`` or a module of ``torch.compile``, nested or not, is saved as the
+    module in it, without ``module.`` and ``_orig_mod.`` in front of the keys. So the checkpoint also restores into the
+    bare module. A wrapper with hooks on its state, methods for it or tensors of its own is saved as torch saves it. The
+    arrays of a ``DistributedDataParallel`` are taken to be the same on all ranks of its process group, except the
+    parameters that it ignores.
 
     Args:
         name: Top-level key in the checkpoint.
         obj: The live object.
         lazy: True: parameters and optimizer states stay unchanged until the snapshot is captured. Torch optimizers
             wait for that; call ``Checkpointer.gate()`` before any other update. ``snapshot()`` still copies parameters
-            that are known to change elsewhere: those of ``AveragedModel``, of an embedding with ``max_norm``, and of a
-            module of which the optimizers that are saved with it hold no parameter. False: it copies everything. A
-            function answers for each key, whatever is known.
+            that are known to change elsewhere: parameters of ``AveragedModel``, of an embedding with ``max_norm``, and
+            of a module without a parameter in the optimizers that are saved with it. False: it copies everything. A
+            function decides for each key, and nothing else does.
 
     Returns:
         The provider.
@@ -70,7 +71,7 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
 
 
 class _DataParallel(ReplicatedProvider):
-    """The module in a ``DistributedDataParallel``."""
+    """The module in a ``DistributedDataParallel``, whose arrays are the same on all ranks of the process group."""
 
     def __init__(self, module: ModuleProvider, wrapped: Unwrapped) -> None:
         ranks = loaded("torch").distributed.get_process_group_ranks(wrapped.parallel.process_group)
@@ -109,7 +110,7 @@ class _ObjectProvider(TreeProvider):
         found = pair(cut, live, saved.arrays())
         unwanted = tuple(f"{key}/" for key in left_out)
         kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
-        # DTensors are read in place where they fit, as DCP does; and what only other ranks had
+        # DTensors are read in place if they fit, as DCP does, and so are arrays that only other ranks saved
         into = {
             ref.key: array
             for ref, array in found.pairs
@@ -131,14 +132,14 @@ class _ObjectProvider(TreeProvider):
 
 
 def _why_refused(obj: Any, stored: object) -> str | None:
-    """Why an object of torch is known to refuse a state, before anything is changed; None for all others."""
+    """Say why an object of torch is known to refuse a state, before anything is changed; None for other objects."""
     if _is_a(obj, "amp.GradScaler") and obj.is_enabled() and stored == {}:
         return "a disabled GradScaler was saved, and it is enabled here: leave it out, or make it with enabled=False"
     return None
 
 
 def _is_a(obj: object, name: str) -> bool:
-    """Whether an object is an instance of that class of torch; False if torch is not imported."""
+    """Whether an object is an instance of the torch class ``name``; False if torch is not imported."""
     found = loaded("torch")
     for part in name.split("."):
         found = getattr(found, part, None)

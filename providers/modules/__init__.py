@@ -1,1 +1,1 @@
-"""Providers of modules of torch: a restore leaves in them what their ``load_state_dict`` leaves."""
+"""Providers of torch modules. After a restore a module is as after its ``load_state_dict``."""

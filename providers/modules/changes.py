@@ -1,4 +1,4 @@
-"""Which parameters of a module something else than an optimizer's step may change."""
+"""Finds the parameters of a module that may change outside of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from datastates.state import arrays
 
 
 def changing(module: Any, stepped: Collection[int]) -> frozenset[int] | None:
-    """Where the parameters begin that may change outside of an optimizer's step; None if all of them may.
+    """The addresses of the parameters that may change outside of an optimizer's step; None if all of them may.
 
-    An embedding with ``max_norm`` is rewritten by its forward pass. A module of which the optimizers hold no parameter
-    is probably an average of another one (EMA), as torch's ``AveragedModel`` is.
+    An embedding with ``max_norm`` is rewritten by its forward pass. A module without a parameter in any optimizer is
+    probably an average of another module (EMA), as torch's ``AveragedModel`` is.
 
     Args:
         module: The module.
-        stepped: Ids of the parameters of the optimizers that are saved with it. If there are none, nothing is known.
+        stepped: Ids of the parameters of the optimizers that are saved with the module. If it is empty, parameters are
+            taken to be in an optimizer that is not saved.
     """
     torch, averages = loaded("torch"), loaded("torch.optim.swa_utils")
     if averages is not None and isinstance(module, averages.AveragedModel):

@@ -1,4 +1,4 @@
-"""Which tensors of a module ``load_state_dict`` only copies, and which names the module's own code takes."""
+"""Tells which tensors a module's ``load_state_dict`` only copies, and which names the module's own code handles."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ _EXTRA_STATE = "_extra_state"
 _WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names that the norms of ``torch.nn`` add or take out when they load a state of an earlier version."""
+"""Names that the norms of ``torch.nn`` add or remove when they load a state of an earlier version."""
 
 
 @dataclass(slots=True)
 class LoadCode:
-    """How a module loads its state.
+    """How a module's ``load_state_dict`` treats each name of a stored state.
 
     Attributes:
-        copied: By name, the live tensors that ``load_state_dict`` copies the stored ones into, and does nothing else.
-        given: Names that are given to ``load_state_dict``: extra states, and tensors that are no plain memory.
-        prefixes: The names that begin so are given, too: their modules have hooks or methods of their own.
-        hooked: Whether ``load_state_dict`` does more than to copy, although it leaves the copied tensors alone.
+        copied: By name, the live tensors into which ``load_state_dict`` only copies stored tensors. A restore reads
+            these in place.
+        given: Names whose stored values must be given to ``load_state_dict``: extra states, and tensors that are no
+            plain memory.
+        prefixes: All names that begin with one of these must be given, too: their modules have hooks or methods of
+            their own.
+        hooked: Whether ``load_state_dict`` does more than copy, although it leaves the copied tensors alone.
     """
 
     copied: dict[str, Any] = field(default_factory=dict)
@@ -34,11 +37,11 @@ class LoadCode:
 
     @classmethod
     def of(cls, module: Any, names: Container[object], metadata: Mapping[str, Any]) -> LoadCode:
-        """Look at a module and all modules in it.
+        """Examine a module and all modules in it.
 
         Args:
             module: The module. Parameters that ``fully_shard`` has gathered are sharded again.
-            names: The names of the stored state.
+            names: The names in the stored state.
             metadata: The stored state's ``_metadata``: by the name of a module, the version of its class.
         """
         code, root = cls(), loaded("torch").nn.Module
@@ -63,7 +66,7 @@ class LoadCode:
         metadata: Mapping[str, Any],
         alone: list[Any],
     ) -> None:
-        """``path`` leads to the module. ``prefix`` begins its names, which lack the wrappers on the path."""
+        """Examine the module at ``path``. Its names begin with ``prefix``, which lacks the wrappers on the path."""
         inner = _wrapped(module)
         if inner is not None:
             self.hooked = True
@@ -85,14 +88,14 @@ class LoadCode:
                 self._walk(child, f"{path}{name}.", f"{prefix}{name}.", names, metadata, alone)
 
     def takes(self, name: object) -> bool:
-        """Whether what is stored under a name is given to ``load_state_dict``, whatever it is."""
+        """Whether a value that is stored under a name must be given to ``load_state_dict``."""
         if name in self.given or "" in self.prefixes:
             return True
         return bool(self.prefixes) and isinstance(name, str) and name.startswith(self.prefixes)
 
     @property
     def is_plain(self) -> bool:
-        """Whether ``load_state_dict`` does nothing but copy."""
+        """Whether ``load_state_dict`` only copies tensors: then it need not be called."""
         return not (self.given or self.prefixes or self.hooked)
 
 
@@ -124,7 +127,7 @@ def _tensors(module: Any) -> Iterator[Any]:
 
 
 def place_of(tensor: Any) -> int:
-    """Where the memory of a tensor begins; 0 if it has none."""
+    """Address of a tensor's memory; 0 if it is no plain memory."""
     return 0 if arrays.kind_of(tensor) is None else arrays.address(tensor)
 
 
@@ -134,12 +137,12 @@ def _hooks(module: Any) -> list[Any]:
 
 
 def _is_of_fully_shard(hook: Any) -> bool:
-    """Whether it shards parameters again before a load, or looks for replaced ones after it."""
+    """Whether a hook is one of ``fully_shard``: it shards parameters again before a load, or checks them after it."""
     return str(getattr(hook, "__module__", "")).startswith(_FULLY_SHARD)
 
 
 def _wrapped(module: Any) -> Any:
-    """The module in a wrapper for activation checkpoints, which leaves its own name out of the keys; else None."""
+    """The module inside a wrapper for activation checkpoints, whose own name is not in the keys; None for others."""
     wrappers = loaded(_WRAPPERS)
     if wrappers is None or not isinstance(module, wrappers.ActivationWrapper):
         return None

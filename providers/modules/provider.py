@@ -1,4 +1,4 @@
-"""A provider of a module: what ``load_state_dict`` only copies is read in place, the rest is given to it."""
+"""A provider of a module: tensors that ``load_state_dict`` only copies are read in place, the rest is given to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleProvider(TreeProvider):
     takes_parts = True
 
     def __init__(self, name: str, wrapped: Unwrapped, lazy: bool | Callable[[str], bool]) -> None:
-        """Take what :func:`~datastates.providers.from_stateful` takes."""
+        """Keep the module; see :func:`~datastates.providers.from_stateful` for ``name`` and ``lazy``."""
         super().__init__(name)
         self._wrapped, self._module = wrapped, wrapped.module
         self._lazy = lazy
@@ -55,7 +55,7 @@ class ModuleProvider(TreeProvider):
         return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        """Whether only an optimizer's step changes it: so it is with parameters, but for some."""
+        """Whether only an optimizer's step changes an array. This holds for most parameters; see ``changes.py``."""
         if not (self._lazy(key) if callable(self._lazy) else self._lazy and not self._may_change(array)):
             return False
         if self._parameters is not None:
@@ -63,7 +63,7 @@ class ModuleProvider(TreeProvider):
         return laziness.is_parameter(array)
 
     def stand_beside(self, providers: Sequence[StateProvider]) -> None:
-        """Look for the parameters of optimizers. Those of the same providers are the same."""
+        """Look for the parameters of the providers' optimizers. For the same providers as before, nothing is done."""
         beside = list(map(id, providers))
         if self._lazy_flags is None or beside != self._beside:
             self._beside, self._lazy_flags = beside, None
@@ -71,11 +71,11 @@ class ModuleProvider(TreeProvider):
 
     def _may_change(self, array: Any) -> bool:
         found = self._changing[0] if self._changing else changing(self._module, self._stepped)
-        self._changing = (found,)  # for this look at all arrays
+        self._changing = (found,)  # kept until the next snapshot
         return found is None or (arrays.kind_of(array) == "torch" and arrays.address(array) in found)
 
     def match(self, stored: object, saved: Saved) -> Match:
-        """Live memory for each tensor that is only copied, and new memory for each array that is given."""
+        """Restore into live memory if ``load_state_dict`` would only copy; into new memory values to give to it."""
         taking = Taking.of(self._wrapped, self.value(), stored, saved, self.listed(saved))
         saved.report(missing=taking.missing, unexpected=taking.unexpected, mismatched=taking.mismatched)
         copied = ((key, taking.code.copied[name]) for name, key in taking.copied.items())
@@ -88,9 +88,9 @@ class ModuleProvider(TreeProvider):
         return Match([*copied, *taking.new.items(), *self.inside(saved)], accept)
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
-        """Live memory for each tensor that is only copied, and new memory for each stored array that is given."""
+        """Restore into live memory if ``load_state_dict`` would only copy; into new memory arrays to give to it."""
         known, live = saved.arrays(), self.value()
-        # a name that leads to several arrays is an object, which no names tell how to build
+        # a name with several arrays below it is an object, and names alone do not tell how to build it
         keys = [key for key in known if "/" not in key and not is_inner(key)]
         stored = {parts(key)[0]: known[key] for key in keys}
         taking = Taking.of(self._wrapped, live, stored, saved, keys)
@@ -105,7 +105,7 @@ class ModuleProvider(TreeProvider):
         return Destinations([*copied, *taking.new], [*copied.values(), *taking.new.values()])
 
     def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
-        """Give the module the arrays, if its ``load_state_dict`` does more than to copy."""
+        """Give the module the arrays, if its ``load_state_dict`` does more than copy."""
         state: dict[Any, Any] = {}
         for shard in shards:
             add(state, tuple(parts(shard.key)), shard.source)
@@ -121,14 +121,14 @@ class ModuleProvider(TreeProvider):
         self._load(state, code, saved, strict=saved.strict and all(name in state for name in live))
 
     def _load(self, state: Any, code: LoadCode, saved: Saved, *, strict: bool) -> None:
-        """Call ``load_state_dict``, and report what it found missing or unexpected but does not refuse."""
+        """Call ``load_state_dict``, and report the missing and unexpected keys that it returns without an error."""
         load = self._module.load_state_dict
         is_told = {p.kind if p.kind is p.VAR_KEYWORD else p.name for p in inspect.signature(load).parameters.values()}
         if strict or is_told.isdisjoint(("strict", inspect.Parameter.VAR_KEYWORD)):
             result = load(state)
         else:
             result = load(state, strict=False)
-        if strict:  # it has refused what it does not tolerate
+        if strict:  # load_state_dict() has raised an error for any key that it does not tolerate
             return
         missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
         saved.report(
@@ -142,14 +142,14 @@ def _get(state: Any, name: object) -> object:
 
 
 def _by_place(live: Any, names: Any) -> dict[int, Any]:
-    """Some names of a state, by the place in memory of the live tensor."""
+    """Names of a state, by the address of the live tensor. Names without a tensor in memory are left out."""
     return {place: name for name in names if (place := place_of(_get(live, name)))}
 
 
 def _variables(module: Any) -> dict[str, Any] | None:
-    """A module's state with its parameters as ``Parameter``s, to tell them from buffers; None where that is not safe.
+    """A module's state with parameters as ``Parameter``s, which tells them from buffers; None where that is not safe.
 
-    It is not safe where ``state_dict`` is overridden, or the state holds anything but tensors, parameters and DTensors.
+    It is not safe if ``state_dict`` is overridden, or the state holds anything but tensors, parameters and DTensors.
     """
     torch = loaded("torch")
     if "state_dict" in vars(module) or type(module).state_dict is not torch.nn.Module.state_dict:

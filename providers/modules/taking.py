@@ -1,4 +1,4 @@
-"""How a module takes a stored state: what is read in place, and what its ``load_state_dict`` is given."""
+"""How a module takes a stored state: which tensors are read in place, and which values ``load_state_dict`` is given."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _ON_META = "the live tensor is on the meta device: give the module memory by to_
 
 @dataclass(slots=True)
 class Taking:
-    """A module beside a stored state. Keys are those within the provider.
+    """How a module takes one stored state. Keys are keys within the provider.
 
     Attributes:
-        code: What the module's ``load_state_dict`` does.
-        saved: What the checkpoint holds.
+        code: Tells how the module's ``load_state_dict`` treats each name.
+        saved: The saved state in the checkpoint.
         copied: The stored key of each live tensor that is read in place, by its name.
         new: New memory for the arrays that are given to ``load_state_dict``, by key.
-        added: The key of each name that is given, although this rank's stored state lacks it.
-        prefixes, prefix: What the module's wrappers put in front of names, and what of it the stored names have.
+        added: For each name that is given although this rank's stored state lacks it, its key in another rank's.
+        prefixes: The prefixes that the module's wrappers put in front of names.
+        prefix: The part of the prefixes that the stored names begin with.
         missing, unexpected, mismatched: As :meth:`~datastates.state.provider.Saved.report` takes them.
     """
 
@@ -49,9 +50,9 @@ class Taking:
 
         Args:
             wrapped: The module.
-            live: What its ``state_dict()`` gave now.
+            live: The present result of the module's ``state_dict()``.
             stored: The stored state, with an ArrayRef for each array.
-            saved: What the checkpoint holds.
+            saved: The saved state in the checkpoint.
             listed: The keys of the arrays in the stored state.
         """
         stored, prefix = without_prefixes(stored, wrapped.prefixes)
@@ -67,7 +68,7 @@ class Taking:
         return taking
 
     def _compare(self, stored: Mapping[Any, Any], known: Mapping[str, ArrayRef]) -> None:
-        """Find what is copied, and what differs."""
+        """Find the tensors to read in place, and the differences."""
         code = self.code
         for name, tensor in list(code.copied.items()):
             key, theirs = self._key(name), stored.get(name)
@@ -81,7 +82,7 @@ class Taking:
                 del code.copied[name]
                 code.given.add(name)
             else:
-                # several keys may share memory; the reference then may name another of those keys
+                # several keys may share memory: the reference may then have another of their keys
                 self.copied[name] = theirs.key if isinstance(theirs, ArrayRef) and key not in known else key
         given = (name for name in code.given if name not in stored)
         self.missing += [key for key in map(self._key, given) if key not in known]
@@ -91,11 +92,11 @@ class Taking:
         return component(self.prefix + name if isinstance(name, str) else name)
 
     def _take_given(self, live: Any, stored: Mapping[Any, Any], listed: Collection[str]) -> None:
-        """Make memory for what is given to ``load_state_dict``, on the devices of the live arrays."""
+        """Allocate memory for the arrays to give to ``load_state_dict``, on the devices of the live arrays."""
         found = {key: leaf for key, leaf in leaves(live) if self._gives(key)}
         known = self.saved.arrays()
         keys = [key for key in listed if not is_inner(key) and self._gives(key.removeprefix(self.prefix))]
-        for key, leaf in found.items():  # only other ranks may have saved it
+        for key, leaf in found.items():  # other ranks may have saved an array that this rank's state lacks
             full = self.prefix + key
             if "/" not in key and (name := parts(key)[0]) not in stored and full in known and arrays.kind_of(leaf):
                 keys.append(full)
@@ -113,10 +114,13 @@ class Taking:
             return self.code.takes(None)  # the name is no string
 
     def state(self, value: Any) -> tuple[Any, bool]:
-        """What ``load_state_dict`` gets, and whether nothing of the stored state was left out.
+        """Make the argument for ``load_state_dict``.
 
         Args:
-            value: The stored state, with the arrays that were restored, and an ArrayRef for each other one.
+            value: The stored state, with the restored arrays, and an ArrayRef for each array that was not restored.
+
+        Returns:
+            The argument, and whether it has all of the stored state.
         """
         restored = self.saved.restored_keys()
         value, _ = without_prefixes(value, self.prefixes)
@@ -133,11 +137,15 @@ class Taking:
 
 
 def _without_holes(value: Any, *, deep: bool) -> bool:
-    """Take out of a dict what was not restored; whether there was nothing such.
+    """Remove from a dict the entries that were not restored.
 
     Args:
-        value: The dict, in which an ArrayRef stands for what was not restored.
-        deep: Whether dicts in the dict are gone through. If not, an entry that lacks something is taken out.
+        value: The dict, in which an ArrayRef stands for each array that was not restored.
+        deep: Whether to remove single entries of inner dicts. If not, an entry is removed if any array in it was not
+            restored.
+
+    Returns:
+        Whether no entry was removed.
     """
     whole = True
     for name, item in list(value.items()) if isinstance(value, dict) else ():

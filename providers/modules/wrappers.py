@@ -1,4 +1,4 @@
-"""Wrappers whose state is that of the module in them: ``torch.compile`` and ``DistributedDataParallel``."""
+"""Takes off wrappers that have no state of their own: ``torch.compile`` and ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _METHODS = (
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """A module without those of its wrappers that add nothing to its state.
+    """A module without its wrappers, as far as these add nothing to its state.
 
     Attributes:
-        module: The module. It is a wrapper where that has hooks, methods or tensors of its own.
-        prefixes: What the wrappers put in front of its names, from the outermost to the innermost.
+        module: The module. It is itself a wrapper if that has hooks, methods or tensors of its own.
+        prefixes: The prefixes that the wrappers put in front of the module's names, from the outermost wrapper on.
         parallel: The ``DistributedDataParallel`` among all wrappers; None if there is none.
-        ignored: Names in the module's state of the parameters that ``parallel`` ignores.
+        ignored: Names, in the module's state, of the parameters that ``parallel`` ignores.
     """
 
     module: Any
@@ -34,7 +34,7 @@ class Unwrapped:
 
     @classmethod
     def of(cls, module: Any) -> Unwrapped:
-        """Take off the wrappers of a module of torch."""
+        """Take off the wrappers of a torch module."""
         prefixes: list[str] = []
         path, inner, parallel, ignored = "", module, None, []
         while prefix := _prefix_of(inner):
@@ -69,9 +69,12 @@ def _adds_nothing(wrapper: Any) -> bool:
 
 
 def without_prefixes(state: Any, prefixes: Sequence[str]) -> tuple[Any, str]:
-    """A state with the names that the module without its wrappers has, and what was taken off all of its names.
+    """Take the prefixes of wrappers off the names of a state, as far as all names have them.
 
-    ``torch.save`` of a wrapped module leaves the prefixes in the names.
+    ``torch.save`` of a wrapped module's state leaves the prefixes in the names.
+
+    Returns:
+        The state, and the prefix that was taken off.
     """
     taken = ""
     for prefix in prefixes:

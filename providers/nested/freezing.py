@@ -93,8 +93,8 @@ def freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
 
     Args:
         objects: The objects.
-        keys: The key of each, for messages.
-        leaf: Called with everything in the objects. Returns a leaf to store in its place, or None to pickle it.
+        keys: The key of each object, for messages.
+        leaf: Called with each value in the objects. Returns a leaf to store instead of the value, or None to pickle it.
 
     Raises:
         ProviderError: An object does not pickle, or could not be read back; the message names its key.

@@ -17,17 +17,19 @@ from datastates.state.shards import Shard, Shards, object_shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownLeaves:
-    """What is known of a tree of arrays, random keys, plain values and functions. It keeps no leaf alive.
+    """The form of a tree of arrays, random keys, plain values and functions. It keeps no leaf alive.
 
     Attributes:
         form: The containers, and the paths to the leaves.
         static: Numbers of the leaves that are not stored.
-        keys: Class and element type of typed random keys, and the name of their implementation, by the leaf's number.
-        arrays: For each array of the skeleton, its number among all that is stored.
-        plain: The same for each plain value; None in the place of what is no leaf.
+        keys: By the number of a leaf that is an array of typed random keys: its class and element type, and the name of
+            the random number generator.
+        arrays: For each array of the skeleton, its number among the stored values.
+        plain: For each plain value of the skeleton, its number among the stored values; None for a value that is no
+            leaf.
         skeleton: The containers as they are stored.
         renewed: The description of the arrays.
-        processes: All of JAX's processes: what one holds depends on them.
+        processes: The numbers of JAX's processes, which the shards depend on.
     """
 
     form: object
@@ -41,7 +43,7 @@ class KnownLeaves:
 
     @classmethod
     def of(cls, tree: object, skeleton: Skeleton, shards: Sequence[Shard]) -> KnownLeaves | None:
-        """What a description of a tree has found out.
+        """Remember the form of a tree that was just described.
 
         Args:
             tree: The tree.
@@ -49,7 +51,7 @@ class KnownLeaves:
             shards: The array shards, in the skeleton's order.
 
         Returns:
-            None if such a tree cannot be recognized.
+            The form; None if a tree of this form cannot be recognized.
         """
         flat = flatten(tree)
         if flat is None:
@@ -71,7 +73,7 @@ class KnownLeaves:
         return cls(form, static, keys, numbers, plain, skeleton, renewed, jax_arrays.processes())
 
     def again(self, tree: object) -> Shards | None:
-        """The shards of a tree of the same form, once it is computed; None for another tree."""
+        """Describe a tree of the same form as shards, once its arrays are computed; None for a tree of another form."""
         flat = flatten(tree)
         if flat is None or not _same(flat[1], self.form) or jax_arrays.processes() != self.processes:
             return None
@@ -86,7 +88,7 @@ class KnownLeaves:
         return shards.but(objects=[object_shard(source=PlainTree(self.skeleton, no, no, plain))])
 
     def _stored(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """What is stored of the leaves; None where one is of another kind than before."""
+        """The values to store for the leaves; None if a leaf is of another kind than before."""
         if not self.static and not self.keys:
             return leaves
         found: list[Any] = []
@@ -108,5 +110,5 @@ def _same(form: object, other: object) -> bool:
     """Whether two trees have the same containers; False if they cannot be compared."""
     try:
         return form == other
-    except Exception:  # what the classes of containers compare may raise anything
+    except Exception:  # the comparison of a container's class may raise anything
         return False

@@ -1,4 +1,4 @@
-"""Values other than arrays that a live state has and this rank's stored value lacks: other ranks' objects have them."""
+"""Finds values of the live state that this rank's stored value lacks in the objects that other ranks stored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from datastates.state.shards import ArrayRef
 
 
 def stored_elsewhere(found: Differences, saved: Saved) -> Iterator[tuple[tuple[object, ...], object]]:
-    """What is to be added to this rank's stored value: paths, and values with arrays of the live state.
+    """Yield the values to add to this rank's stored value, each with its path. Their arrays are live arrays.
 
-    Only the ranks that stored arrays of the live state are looked at: nothing is read of other ranks unless the state
-    is divided otherwise than it was.
+    Only objects of ranks that stored arrays of the live state are read. So nothing of other ranks is read unless the
+    state is now divided in another way than when it was saved.
     """
     held = [key for _, _, keys in found.added for key in keys]
     is_wanted = held and any(not _is_array(leaf) for _, live, _ in found.added for _, leaf in nested.leaves(live))
@@ -36,7 +36,7 @@ def _is_array(value: object) -> bool:
 
 
 def _at(value: Any, path: Sequence[object]) -> tuple[Any] | None:
-    """What lies at a path, in a tuple; None if nothing does."""
+    """The value at a path, in a tuple of one item; None if there is none."""
     for k in path:
         if isinstance(value, dict) and (own := own_key(value, k)) is not None:
             value = value[own[0]]
@@ -48,7 +48,7 @@ def _at(value: Any, path: Sequence[object]) -> tuple[Any] | None:
 
 
 def _with_stored(live: Any, stored: Any) -> Any:
-    """A live value with the stored values in it. Arrays stay the live ones."""
+    """Copy a live value, and replace the leaves in it by stored ones, except arrays."""
     if _is_array(live) or isinstance(stored, (ArrayRef, Unbuilt)):
         return live
     if isinstance(live, dict) and isinstance(stored, dict):

@@ -1,4 +1,4 @@
-"""Compares a stored value with a live one: which arrays belong together, and what differs."""
+"""Compares a stored value with a live one: finds the arrays that belong together, and the differences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from datastates.state.shards import ArrayRef
 
 @dataclass
 class Differences:
-    """What :func:`pair` found. Keys are those within the provider.
+    """The findings of :func:`pair`. Keys are keys within the provider.
 
     Attributes:
-        pairs: Arrays that both values have: the stored one and the live one.
+        pairs: Arrays that both values have: the stored array's reference, and the live array.
         missing: Keys that only the live value has.
         unexpected: Keys that only the stored value has.
-        mismatched: Keys of other differences, each with the difference.
-        leaves: Other values that both have: key, stored value, live value.
-        added: Paths and live values that the stored value lacks, and the keys of the arrays that other ranks stored of
-            them.
+        mismatched: Keys of other differences, each with the difference as text.
+        leaves: Leaves, other than arrays, that both values have: key, stored leaf, live leaf.
+        added: Live values that this rank's stored value lacks: path, live value, and the keys of the arrays in it that
+            other ranks stored.
     """
 
     pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
@@ -49,9 +49,9 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
 
 
 class _Walk:
-    """Walks through both values side by side.
+    """A walk through both values side by side.
 
-    A class, because a recursive closure would keep both values alive until garbage is collected.
+    It is a class because a recursive closure would keep both values alive until garbage is collected.
     """
 
     def __init__(self, known: Mapping[str, ArrayRef]) -> None:
@@ -73,7 +73,7 @@ class _Walk:
             for k, item in s.items():
                 if (own := own_key(v, k)) is None:
                     found.unexpected.append(join(key, k))
-                elif type(item) is ArrayRef:  # there may be very many of these
+                elif type(item) is ArrayRef:  # a shortcut, as there may be very many references
                     self._meet(item, v[own[0]], join(key, k))
                 else:
                     self.on(item, v[own[0]], join(key, k), (*path, k))
@@ -96,11 +96,14 @@ class _Walk:
         if arrays.kind_of(v) is None:
             self.found.mismatched[key] = "an array in the checkpoint, none in the live state"
         else:
-            # several keys may share memory; the reference then may name another of those keys
+            # several keys may share memory: the reference may then have another of their keys
             self.found.pairs.append((replace(s, key=key) if s.key != key and key in self._known else s, v))
 
     def _seek(self, v: Any, key: str, path: tuple[object, ...] | None) -> None:
-        """Look among other ranks' arrays for a live value that the stored one lacks. Without a path it is missing."""
+        """Look for a live value, which the stored value lacks, among the arrays of other ranks.
+
+        Without a path the live value cannot be added to the stored one: it is missing.
+        """
         leaves = [(k, leaf) for k, leaf in nested.leaves(v, key) if not isinstance(leaf, nested.CONTAINERS)]
         held = [k for k, leaf in leaves if path is not None and arrays.kind_of(leaf) is not None and k in self._known]
         if path is not None:
@@ -116,7 +119,7 @@ class _Walk:
 
 
 def add(value: Any, path: tuple[Any, ...], item: object) -> None:
-    """Put a value at its path: missing dicts are made, and an index one past the end of a list appends."""
+    """Put an item at a path inside ``value``. Missing dicts are made, and an index one past a list's end appends."""
     *above, last = path
     for k in above:
         value = value.setdefault(k, {}) if isinstance(value, dict) else value[k]

@@ -1,4 +1,4 @@
-"""Whether two values are the same where the same NaN is no difference, and keys of mappings found that way."""
+"""Compares values in such a way that a NaN is the same as another NaN, and finds keys of mappings in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNORDERED = (set, frozenset)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal, a NaN to another NaN; False if they cannot be compared."""
+    """Whether two leaves are equal, where a NaN equals another NaN; False if they cannot be compared."""
     if type(a) is not type(b):
         return False
     if a is b:
@@ -42,13 +42,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_nan(value: Any) -> bool:
-    """Whether a number is not equal to itself; ``Decimal`` has a NaN that cannot be compared at all."""
+    """Whether a number is a NaN. A signaling NaN of ``Decimal`` raises an error if it is compared, so it is asked."""
     is_nan = getattr(value, "is_nan", None)
     return bool(is_nan()) if is_nan is not None else bool(value != value)
 
 
 def own_key(mapping: Mapping[Any, Any], key: Any) -> tuple[Any] | None:
-    """The key of a mapping that is the same as another key, in a tuple; None if it has none."""
+    """The mapping's own key that is the same as ``key``, in a tuple of one item; None if there is none."""
     if key in mapping:
         return (key,)
     if isinstance(key, (str, int)):

@@ -22,7 +22,7 @@ def is_number(value: object) -> bool:
 
 
 def as_stored(leaves: Leaves, stored: object) -> Leaves:
-    """The leaves with an array in the place of each number that was saved as one, and the other way round.
+    """Replace live numbers that were saved as arrays by arrays, and live arrays that were saved as numbers by numbers.
 
     Args:
         leaves: The live tree.
@@ -45,7 +45,10 @@ def _as_stored(stored: object, path: Path, leaf: Any) -> Any:
 
 
 def holds(like: Any, number: Any) -> bool:
-    """Whether an array of one element, of JAX or NumPy, has a number's type and range. Python's have no width."""
+    """Whether an array of one element, of JAX or NumPy, can hold a number: it has its type and range.
+
+    Python's numbers may go into an array of any width.
+    """
     if not is_number(number) or not is_array(like) or tuple(like.shape) or why_not_made(like) is not None:
         return False
     if isinstance(number, np.generic) or not isinstance(like.dtype, np.dtype):
@@ -61,7 +64,7 @@ def holds(like: Any, number: Any) -> bool:
 
 
 def array_of(like: Any, number: Any) -> Any:
-    """An array like another one, of its library, on its devices and with its sharding, that has a number in it."""
+    """Make an array that holds a number, with the library, devices and sharding of the array ``like``."""
     landing = Landing.of(like)
     for _, into in landing.parts:
         into[...] = number

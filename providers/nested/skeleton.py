@@ -1,4 +1,4 @@
-"""The containers of a nested value without their contents, to split a value of the same structure quickly."""
+"""The containers of a nested value without their contents. A value of the same structure is split quickly by them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Container:
     """One dict, list or tuple.
 
     Attributes:
-        kind: Its type.
+        kind: The type of the container.
         keys: The keys of a dict; the length of a list or tuple.
         children: For each item :data:`_ARRAY`, :data:`_PLAIN` or a container.
-        all: The child, where all children are the same object (:data:`_ARRAY` or :data:`_PLAIN`, say); else None.
-        attributes: The attributes of an OrderedDict: dicts and plain values only.
+        all: The child, if all children are the same object, such as :data:`_ARRAY` or :data:`_PLAIN`; else None.
+        attributes: The attributes of an OrderedDict, which must be dicts and plain values.
     """
 
     kind: type
@@ -41,14 +41,14 @@ class _OtherStructureError(Exception):
 
 
 class Skeleton:
-    """Dicts, lists and tuples around arrays and plain values; immutable.
+    """The dicts, lists and tuples of a value of arrays and plain values, without these. Immutable.
 
     Attributes:
-        keys: The arrays' keys, in the order of the walk.
+        keys: The arrays' keys, in the order of a walk through the containers.
     """
 
     def __init__(self, root: _Container, keys: list[str], plain: Callable[[object], bool]) -> None:
-        """Use :meth:`of` to make one."""
+        """Keep the parts. Use :meth:`of` to make a skeleton."""
         self._root = root
         self.keys = keys
         self._plain = plain
@@ -59,7 +59,7 @@ class Skeleton:
 
         Args:
             value: The value.
-            plain: Whether something that is neither a container nor an array is a plain value, which needs no copy.
+            plain: Tells whether a value that is neither a container nor an array is plain, and needs no copy.
         """
         keys: list[str] = []
         seen: set[int] = set()
@@ -67,7 +67,7 @@ class Skeleton:
         def build(item: Any, key: str, depth: int) -> _Container | None:
             if depth > DEEPEST or id(item) in seen or type(item) not in (dict, OrderedDict, list, tuple):
                 return None
-            if type(item) is not tuple:  # tuples are immutable: an equal one serves as well
+            if type(item) is not tuple:  # tuples are immutable: one that occurs twice may become two
                 seen.add(id(item))
             is_mapping = isinstance(item, dict)
             if is_mapping and not all(map(is_plain_key, item)):
@@ -97,7 +97,7 @@ class Skeleton:
     def strip(self, value: object) -> tuple[list[Any], list[Any]] | None:
         """The arrays and the plain values of a value, each in the order of the walk; None if its structure differs.
 
-        Whatever stands in the place of an array is returned as one: the caller checks it.
+        Any value at the place of an array is returned among the arrays: the caller checks it.
         """
         found: tuple[list[Any], list[Any]] = ([], [])
         seen: list[int] = []
@@ -132,7 +132,7 @@ class Skeleton:
                     self._strip(child, item, found, seen)
 
     def clothe(self, leaves: Sequence[object], plain: Sequence[object]) -> object:
-        """The reverse of :meth:`strip`: new containers around the leaves, which stand for arrays, and plain values."""
+        """Reverse :meth:`strip`: put leaves, which stand for arrays, and plain values into new containers."""
         return _clothe(self._root, iter(leaves), iter(plain))
 
 
@@ -150,7 +150,7 @@ def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]
 
 
 def is_plain_key(key: object) -> bool:
-    """Whether a mapping's key is a string or an integer of at most 64 bits: these have a name and can be read back."""
+    """Whether a mapping's key is a string, or an integer of at most 64 bits. Such keys have a name and are readable."""
     return type(key) is str or (type(key) is int and key.bit_length() <= 64)
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds a nested value from keys, such as those that :class:`ShardedZeroProvider` saves."""
+"""Rebuilds a nested value from keys that spell its paths, such as the keys that :class:`ShardedZeroProvider` saves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datastates.state.shards import ArrayRef
 
 @dataclass(eq=False)
 class ByKey:
-    """A value that is stored as arrays and one object, whose keys are the paths in nested dicts.
+    """Nested dicts that are stored as arrays and one object. The keys of these are their paths in the dicts.
 
     Attributes:
-        value: The nested dicts, with an ArrayRef for each array and the object's structure.
+        value: The nested dicts, with an ArrayRef for each array, and with the structure of the object.
         key: The object's key.
-        targets: The restored arrays, by key.
+        targets: The live arrays that are restored, by key.
     """
 
     value: dict[Any, Any]
@@ -27,7 +27,7 @@ class ByKey:
 
     @classmethod
     def of(cls, saved: Saved) -> ByKey | None:
-        """The value that all ranks saved together; None if it has not just one object, or its keys are no paths."""
+        """Rebuild the dicts that all ranks saved together; None without exactly one object, or if a key is no path."""
         objects, known = saved.objects(), saved.arrays()
         if len(objects) != 1:
             return None
@@ -41,7 +41,7 @@ class ByKey:
         return cls(value, objects[0])
 
     def assemble(self, restored: object) -> dict[Any, Any]:
-        """The value, with the restored arrays in it and the restored object."""
+        """The nested dicts with the restored arrays and the restored object in them."""
         result: dict[Any, Any] = _over(self.value, self.targets)
         _put(result, self.key, restored)
         return result
@@ -54,7 +54,7 @@ def _over(item: Any, targets: Mapping[str, object]) -> Any:
 
 
 def _put(value: dict[Any, Any], key: str, leaf: object) -> None:
-    """Put a leaf at the path that its key spells; raises ValueError if that is no path, or lies below another leaf."""
+    """Put a leaf at the path that a key spells; raises ValueError if the key is no path, or lies below another leaf."""
     *path, last = parts(key)
     for part in path:
         value = value.setdefault(part, {})

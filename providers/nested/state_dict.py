@@ -19,7 +19,7 @@ from datastates.state.subclasses import beside, take_attributes
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that ``from_stateful`` takes: a module, optimizer, scheduler, stateful data loader."""
+    """An object that ``from_stateful`` takes: a module, an optimizer, a scheduler or a stateful data loader."""
 
     def state_dict(self) -> Any:
         """The state, as nested containers."""
@@ -41,11 +41,12 @@ def from_state_dict(
     Args:
         name: Top-level key in the checkpoint.
         mapping_or_callable: The live containers, or a callable that returns them at each snapshot and restore. If
-            the callable builds new containers at each call, only arrays can be restored: all other values must equal
-            the stored ones.
+            the callable builds new containers at each call, only arrays can be restored: all other live values must
+            equal the stored values.
         lazy: Whether arrays stay unchanged until the snapshot is captured: one answer for all, or a function of the
-            key. By default parameters are lazy, and tensors whose memory torch alone can write, as the gate guards
-            them. NumPy and CuPy arrays are not, nor tensors that share memory with them, a file or another process.
+            key. By default parameters are lazy, and tensors whose memory torch alone can write: the gate guards them.
+            NumPy and CuPy arrays are not lazy. Tensors that share memory with them, with a file or with another process
+            are not, either.
 
     Returns:
         The provider. Its keys are the paths in the containers.
@@ -89,7 +90,7 @@ class _ContainerProvider(TreeProvider):
         found = pair(cut, live, saved.arrays())
         mismatched = dict(found.mismatched)
         if callable(self._source) and self.value() is not live:
-            # each call builds new containers: a value put into them would be lost
+            # each call of `source` builds new containers: a value that is put into them would be lost
             for key, stored_leaf, leaf in found.leaves:
                 if not same(stored_leaf, leaf):
                     mismatched[key] = (
@@ -106,7 +107,11 @@ class _ContainerProvider(TreeProvider):
 
 
 def merge(live: Any, value: Any) -> object:
-    """Put a restored value into live containers of the same structure; returns the item that the parent must hold."""
+    """Put a restored value into live containers of the same structure, in place.
+
+    Returns:
+        The live container, or the restored value of a leaf or tuple, which the caller must put into the parent.
+    """
     if live is value or arrays.kind_of(live) is not None:
         take_attributes(live, value)
         return live

@@ -1,4 +1,4 @@
-"""What is stored of the leaves of a tree: arrays, the numbers of random keys, and values, but no functions."""
+"""Chooses the values to store for the leaves of a tree: arrays, numbers of random keys, other values, no functions."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from datastates.state.pytrees import Leaves, Path, Step, key_of, leaves_of, nest
 from datastates.state.replacements import describes, stand_in
 
 KEY_DATA = Step("key_data", False)
-"""Leads from typed random keys to their numbers."""
+"""Last step of the path to the array of numbers under typed random keys."""
 KEY_NAME = Step("impl", False)
-"""Leads from typed random keys to the name of their implementation."""
+"""Last step of the path to the name of the random number generator of typed random keys."""
 
 
 _OF_FUNCTIONS = ("builtins", "functools", "operator", "types", "typing", "jax", "jaxlib")
-"""Packages whose objects that can be called are functions, or are made of them."""
+"""Packages whose callable objects are functions, or are made of functions."""
 _FUNCTIONS = (
     "numpy.ufunc",
     "torch._ops.OpOverload",
     "torch._ops.OpOverloadPacket",
     "torch.jit.torch.jit.ScriptFunction",
 )
-"""Classes of functions elsewhere."""
+"""Classes of functions in other packages."""
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array, or describes one."""
+    """Whether a leaf is an array, or a ``jax.ShapeDtypeStruct``, which describes one."""
     return arrays.kind_of(leaf) is not None or describes(leaf)
 
 
 def is_static(leaf: object) -> bool:
-    """Whether a leaf belongs to the program, such as the activation function that a module of equinox has.
+    """Whether a leaf belongs to the program, such as the activation function in a module of equinox.
 
-    Functions, classes and what Python, NumPy, JAX and torch make of functions do: methods, partials, jitted functions.
-    Other objects that can be called, such as models, have a state of their own.
+    Functions and classes do, and objects that Python, NumPy, JAX and torch make of functions: methods, partials, jitted
+    functions. Other callable objects, such as models, have a state of their own.
     """
     if is_array(leaf) or not callable(leaf):
         return False
@@ -56,10 +56,10 @@ def _name(kind: type) -> str:
 
 
 def taken_apart(tree: object) -> Leaves:
-    """Take a tree apart.
+    """Take a tree apart into its leaves.
 
     Raises:
-        ProviderError: A leaf can be called and is no function: what it holds would not be saved. The message names it.
+        ProviderError: A leaf is callable but no function: its contents would not be saved. The message names it.
     """
     leaves = leaves_of(tree)
     for path, leaf in zip(leaves.paths, leaves.values, strict=True):
@@ -73,7 +73,7 @@ def taken_apart(tree: object) -> Leaves:
 
 
 def stored(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
-    """What is stored, with the way to it. The numbers of typed random keys lie beside their implementation's name."""
+    """Yield the values to store, each with its path. Typed random keys are two values: a name, numbers."""
     for path, leaf in zip(leaves.paths, leaves.values, strict=True):
         if jax_arrays.is_key(leaf):
             yield (*path, KEY_NAME), jax_arrays.key_name(leaf)
@@ -83,12 +83,12 @@ def stored(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
 
 
 def nested_leaves(leaves: Leaves, stands: dict[int, tuple[object, object]] | None = None) -> object:
-    """What is stored, in plain containers.
+    """Nest the values to store in plain containers.
 
     Args:
         leaves: The tree.
-        stands: Gets what describes an array, which an array without memory of its own then stands for: both by the id
-            of the latter.
+        stands: If given, an array of one element's memory stands for each ``jax.ShapeDtypeStruct``. ``stands`` gets
+            both, by the id of the array.
     """
     paths: list[Path] = []
     values: list[object] = []

@@ -1,4 +1,4 @@
-"""Nested values taken apart: into arrays, and a frozen copy of the rest that refers to them."""
+"""Takes nested values apart: into arrays, and a frozen copy of the rest that refers to the arrays."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 _log = logging.getLogger("datastates")
 _told: set[tuple[str, str]] = set()
-"""Provider and class of everything whose need of trust was logged: that is logged once in a process."""
+"""Pairs of provider and class for which it was logged that a load needs trust. Each is logged once in a process."""
 
 Lazy = Callable[[str, object], bool]
-"""Given an array and its key, whether the array stays unchanged until the snapshot is captured."""
+"""A function of an array's key and the array: whether the array stays unchanged until the snapshot is captured."""
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class _Opaque:
-    """Stands in a frozen tree for an object that was copied by pickling it, by its number among those."""
+    """Stands in a frozen tree for an object that was copied by pickling. ``number`` counts the pickled objects."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,7 +42,7 @@ class _Opaque:
 
 @dataclass(eq=False)
 class Call:
-    """Stands in a frozen tree for an object that a function call makes; it pickles as that call."""
+    """Stands in a frozen tree for an object, and pickles as the function call that makes the object."""
 
     function: Any
     arguments: Any
@@ -57,7 +57,7 @@ class Tree:
     """A value split into its arrays, as shards, and a frozen copy of the rest.
 
     Attributes:
-        shards: The arrays.
+        shards: The arrays as shards.
         root: The copied containers, with an :class:`~datastates.state.shards.ArrayLeaf` for each array.
         name: The provider's name, for messages.
     """
@@ -68,7 +68,7 @@ class Tree:
     _opaque: bytes = b""
 
     def thaws(self) -> bool:
-        """Whether the copied objects can be built with leaves in place of the tensors in them."""
+        """Whether the copied objects can be built with leaves instead of the tensors in them."""
         try:
             self._thaw()
         except Exception:  # the objects' own code may raise anything
@@ -92,14 +92,15 @@ class Tree:
 
 @dataclass
 class PlainTree:
-    """A value of arrays and plain values in known containers, split.
+    """A value split by a known skeleton, without its arrays.
 
     Attributes:
         skeleton: The containers.
-        requires_grad, parameter: For each array, those fields of its :class:`~datastates.state.shards.ArrayLeaf`.
+        requires_grad, parameter: For each array, the fields of these names of its
+            :class:`~datastates.state.shards.ArrayLeaf`.
         plain: The plain values.
         attributes: For each array, its Python attributes; None if no array has any.
-        tied: For each array that is the same object as an earlier one: its number, and that of the first.
+        tied: For each array that is the same object as an earlier array: its number, and the number of the first one.
     """
 
     skeleton: Skeleton
@@ -124,11 +125,11 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     """Walk nested dicts, lists and tuples: arrays become shards, everything else is copied now.
 
     The copy has the same shared and cyclic containers as the value. Objects of other classes are copied by pickling
-    them. Torch tensors inside those become shards, too, and are never lazy.
+    them. Torch tensors inside these objects become shards, too, and are never lazy.
 
     Args:
         value: The value.
-        lazy: Whether an array stays unchanged until the snapshot is captured.
+        lazy: Tells whether an array stays unchanged until the snapshot is captured.
         describer: Describes the arrays.
         detached: Store parameters as plain tensors, as ``state_dict()`` returns them.
 
@@ -141,7 +142,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
         plain = len(walk.found)
         tree._opaque = freeze(walk.opaque, walk.opaque_keys, walk.inner)
         if len(walk.found) > plain and not tree.thaws():
-            # their own code needs real tensors: pickle the tensors with them
+            # the objects' own code needs real tensors: pickle the tensors with the objects
             del walk.found[plain:]
             tree._opaque = freeze(walk.opaque, walk.opaque_keys, lambda _: None)
         if not tree.thaws():
@@ -156,7 +157,7 @@ class _Walk:
 
     Attributes:
         found: The arrays: key, array, and whether it is lazy.
-        opaque, opaque_keys: The objects of other classes, and the keys that messages name them by.
+        opaque, opaque_keys: The objects to pickle, and their keys for messages.
     """
 
     def __init__(self, lazy: Lazy, detached: bool) -> None:
@@ -166,7 +167,7 @@ class _Walk:
         self._lazy = lazy
         self._detached = detached
         self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
-        self._number = -1  # of the last key inside an object
+        self._number = -1  # number in the last key inside an object
         self._depth = 0
         self._copies: dict[int, object] = {}
         self._leaves: dict[int, ArrayLeaf] = {}
@@ -174,7 +175,7 @@ class _Walk:
         self._open_tuples: set[int] = set()
 
     def copy(self, item: Any, key: str) -> object:
-        """The frozen copy of a value; ProviderError if it is nested too deep."""
+        """Make the frozen copy of a value; raises ProviderError if it is nested too deep."""
         self._depth += 1
         if self._depth > DEEPEST:
             raise ProviderError(f"{self._shown(key)[:80]!r}... is nested more than {DEEPEST} levels deep")
@@ -183,10 +184,10 @@ class _Walk:
         return copy
 
     def inner(self, item: object) -> ArrayLeaf | None:
-        """The leaf for an array inside an object that is pickled; None for what is no torch tensor."""
+        """Make the leaf for a torch tensor inside an object that is pickled; None for any other value."""
         if arrays.kind_of(item) != "torch":
             return None
-        if dtensors.is_dtensor(item):  # it would come back as a plain tensor
+        if dtensors.is_dtensor(item):  # a restore would make a plain tensor of it
             raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
         made = self._leaf(self._inside(""), item, False)
         made.attributes = None if self._detached else next(iter(subclasses.attributes_of([item]) or ()), None)
@@ -245,7 +246,7 @@ class _Walk:
         return tuple.__new__(type(item), parts)
 
     def _odd_tensor(self, item: Any, key: str) -> object:
-        """A tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
+        """Copy a tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
         inner_key = self._inside(key)
         parts = item.__reduce_ex__(PROTOCOL)[:2]
         memory = subclasses.memory(parts)
@@ -256,21 +257,21 @@ class _Walk:
         return leaf
 
     def _storage(self, item: object, key: str) -> ArrayLeaf:
-        """A storage of torch: its bytes are an array."""
+        """Copy a torch storage as an array of its bytes."""
         found = self._leaf(key if is_inner(key) else self._inside(key), storages.bytes_of(item), False)
         found.storage = storages.class_of(item)
         self._copies[id(item)] = found
         return found
 
     def _call(self, item: object, parts: tuple[Any, ...], inner_key: str) -> Call:
-        """An object as the function call that makes it."""
+        """Copy an object as the function call that makes it."""
         self._made.append(parts)
         call = Call(*(self.copy(part, join(inner_key, i)) for i, part in enumerate(parts)))
         self._copies[id(item)] = call
         return call
 
     def _dressed(self, key: str, array: Any, kind: Any, attributes: Any) -> ArrayLeaf:
-        """An array of a subclass, or with attributes."""
+        """Copy an array of a subclass, or an array with attributes, whose class or attributes are stored beside it."""
         made = self._copies[id(array)] = self._leaf(key, array, kind is None and self._lazy(key, array))
         inner_key = self._inside(key)
         made.kind, made.attributes = self.copy(kind, inner_key), self.copy(attributes, inner_key)
@@ -283,7 +284,7 @@ class _Walk:
         return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), laziness.is_parameter(array))
 
     def _inside(self, key: str) -> str:
-        """A new key, which says what it is inside of. An object inside another one needs its own, too."""
+        """Make a new key for arrays inside the object with the key ``key``. The new key shows that key."""
         self._number = max(self._number + 1, len(self.found))
         outer = self._shown(key)
         inner_key = f"{INNER}{self._number}:{component(outer)}" if outer else f"{INNER}{self._number}"
@@ -291,7 +292,7 @@ class _Walk:
         return inner_key
 
     def _shown(self, key: str) -> str:
-        """A key as messages show it."""
+        """A key as messages show it: with the key of the object instead of a key inside the object."""
         head, slash, rest = key.partition("/")
         return f"{self._shown(self._outer[head])}{slash}{rest}" if head in self._outer else key
 
@@ -305,9 +306,10 @@ class _Walk:
 
 
 def tied(values: Sequence[object], apart: Sequence[bool]) -> list[tuple[int, int]]:
-    """Numbers of objects that occurred before, each with the number of the first occurrence.
+    """Numbers of values that occurred before, each with the number of the first occurrence.
 
-    Only those marked ``apart`` are compared: parameters and tensors that require gradients. Others only share memory.
+    Only values marked in ``apart`` are compared: parameters and tensors that require gradients. Equal objects among the
+    other values only share memory.
     """
     numbers = [i for i, is_apart in enumerate(apart) if is_apart]
     first: dict[int, int] = {}
@@ -320,7 +322,7 @@ def _is_tuple(item: object) -> bool:
 
 
 def is_plain(item: object) -> bool:
-    """Whether a value is immutable and no container, so that it needs no copy."""
+    """Whether a value is immutable and no container. Such a value needs no copy."""
     if type(item) in _IMMUTABLE:
         return True
     torch = loaded("torch")
@@ -330,7 +332,7 @@ def is_plain(item: object) -> bool:
 
 
 def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
-    """Put the copied objects in the place of their stand-ins; containers keep their identity."""
+    """Replace the stand-ins of copied objects by the objects; containers keep their identity."""
     if type(item) is _Opaque:
         return objects[item.number]
     if id(item) in seen:

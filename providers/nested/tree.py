@@ -31,7 +31,7 @@ def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
 
 
 def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
-    """Array shards, then the object shard of the rest."""
+    """Append the object shard of the rest to array shards."""
     objects = [object_shard(source=rest)]
     return shards.but(objects=objects) if isinstance(shards, Shards) else [*shards, *objects]
 
@@ -41,8 +41,8 @@ class _Form:
     """The form of a nested value at the last snapshot.
 
     Attributes:
-        skeleton: Its containers.
-        detached: Whether its parameters were stored as plain tensors.
+        skeleton: The containers of the value.
+        detached: Whether parameters in the value were stored as plain tensors.
         parameter: For each array, whether it was stored as a parameter.
     """
 
@@ -70,11 +70,11 @@ class _Knowledge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """How a live value takes a stored one.
+    """How a live value takes a stored value.
 
     Attributes:
-        pairs: The arrays to restore into, with their keys.
-        accept: Takes the stored value with its restored arrays, and restores from it what is not in place yet.
+        pairs: The arrays to restore into, each with its key.
+        accept: Takes the stored value with its restored arrays, and restores all values that are not in place yet.
     """
 
     pairs: Sequence[tuple[str, object]]
@@ -93,7 +93,7 @@ class TreeProvider(StateProvider):
 
     @abstractmethod
     def value(self) -> object:
-        """The live state."""
+        """The live value, as nested dicts, lists and tuples."""
 
     @abstractmethod
     def is_lazy(self, key: str, array: object) -> bool:
@@ -105,9 +105,14 @@ class TreeProvider(StateProvider):
 
     @abstractmethod
     def match(self, stored: object, saved: Saved) -> Match:
-        """The arrays to restore into, and who takes the value. ``stored`` has an ArrayRef for each array.
+        """Compare the live value with a stored one.
 
-        Reports differences to ``saved``.
+        Args:
+            stored: The stored value, with an ArrayRef for each array.
+            saved: The saved state, which differences are reported to.
+
+        Returns:
+            The arrays to restore into, and the function that takes the restored value.
         """
 
     def knowledge(self) -> object:
@@ -116,7 +121,7 @@ class TreeProvider(StateProvider):
         return None if self._form is None and known is None else _Knowledge(self._form, known)
 
     def learn(self, knowledge: object) -> None:
-        """Take what an earlier provider found out, except which arrays are lazy: this provider decides that anew."""
+        """Take the findings of an earlier provider. Which arrays are lazy is decided anew."""
         assert isinstance(knowledge, _Knowledge)
         self._form, self._describer.known, self._lazy_flags = knowledge.form, knowledge.arrays, None
 
@@ -146,7 +151,7 @@ class TreeProvider(StateProvider):
         return _with(shards, _plain_tree(self._form, values, requires_grad, plain, attributes))
 
     def _again(self, value: object, detached: bool) -> Sequence[Shard] | None:
-        """The shards, if the value has the same structure and memory as last time; else None."""
+        """Describe the value by the last snapshot's shards, if it has the same structure and memory; else None."""
         form = self._form
         stripped = None if form is None or form.detached != detached else form.skeleton.strip(value)
         if form is None or stripped is None:
@@ -162,13 +167,13 @@ class TreeProvider(StateProvider):
         return _with(shards, _plain_tree(form, values, requires_grad, plain, attributes))
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
-        """The answers of :meth:`is_lazy` for arrays of the same keys and structure as last time, kept between calls."""
+        """The answers of :meth:`is_lazy` for arrays with the same keys as at the last snapshot, kept between calls."""
         if self._lazy_flags is None:
             self._lazy_flags = list(map(self.is_lazy, keys, values))
         return self._lazy_flags
 
     def serialize(self, shard: Shard) -> Encoder:
-        """Return the encoder, which runs in the background: :meth:`shards` has copied the rest."""
+        """Return the encoder, which runs in the background: :meth:`shards` has copied all values but the arrays."""
         assert isinstance(shard.source, (Tree, PlainTree))
         return shard.source.encode
 
@@ -187,7 +192,7 @@ class TreeProvider(StateProvider):
         return arrays.Destinations(keys, values, [rest])
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
-        """The live arrays. A tensor that is no plain memory, such as a sparse one, is not restored by its name."""
+        """The live arrays. A tensor that is no plain memory, such as a sparse tensor, is not restored by its name."""
         known = saved.arrays()
         for key, leaf in leaves(self.value()):
             if subclasses.is_tensor(leaf) and arrays.kind_of(leaf) is None:
@@ -201,25 +206,25 @@ class TreeProvider(StateProvider):
 
     @staticmethod
     def listed(saved: Saved) -> Collection[str]:
-        """Keys of all arrays in the stored value, including every one that shares memory with another."""
+        """Keys of all arrays in the stored value, arrays that share memory with others among them."""
         return saved.arrays() if "" in saved.objects() else saved.every_key()
 
     @staticmethod
     def inside(saved: Saved) -> list[tuple[str, object]]:
-        """New arrays for those inside objects of other classes, as a restore builds new objects."""
+        """New arrays by key for the arrays inside pickled objects, as a restore builds new objects."""
         stored = saved.arrays()  # makes each reference on access
         return [(key, memory.empty(stored[key])) for key in stored if is_inner(key)]
 
     @deeper()
     def restore(self, shard: Shard, value: object) -> None:
-        """Hand the whole value, with its restored arrays, to who takes it."""
+        """Hand the whole value, with its restored arrays, to the ``accept`` of the match."""
         rest: Any = shard.source
         accept, by_key = rest
         accept(value if by_key is None else by_key.assemble(value))
 
 
 def container_of(name: str, state: object) -> object:
-    """What a ``state_dict()`` gave; raises ProviderError for anything but a dict, list or tuple."""
+    """Check the result of a ``state_dict()``; raises ProviderError for anything but a dict, list or tuple."""
     if not isinstance(state, (dict, list, tuple)):
         raise ProviderError(f"{name!r}: state_dict() gave a {type(state).__name__}, not a container")
     return state

@@ -1,1 +1,1 @@
-"""Optimizer states that ranks share out, described as logical tensors."""
+"""Providers of optimizers. States that ranks share out are described as logical tensors."""

@@ -1,4 +1,4 @@
-"""What an optimizer's ``load_state_dict`` does beside taking the states: code of its own, and conversions of types."""
+"""Tells whether an optimizer's ``load_state_dict`` runs code of its own, and undoes its conversions of types."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from datastates.state.subclasses import is_tensor
 
 
 def loads_by_itself(optimizer: Any) -> bool:
-    """Whether hooks or methods of the optimizer's own take a state, so that it may be of any form."""
+    """Whether hooks or methods of the optimizer's own take a state. The state may then have any form."""
     base, kind = loaded("torch").optim.Optimizer, type(optimizer)
     own = "load_state_dict" in vars(optimizer) or kind.load_state_dict is not base.load_state_dict
     return own or bool(optimizer._optimizer_load_state_dict_pre_hooks) or not _is_of_torch(kind.__setstate__)
 
 
 def is_of_torch(optimizer: Any) -> bool:
-    """Whether the optimizer is one of ``torch.optim``, whose states are of the type of their parameter."""
+    """Whether the optimizer is of ``torch.optim``. Its states have the element type of their parameter."""
     return _is_of_torch(type(optimizer))
 
 
@@ -28,15 +28,15 @@ def _is_of_torch(found: Any) -> bool:
 
 
 def uncast(optimizer: Any, given: Any, keeps: Callable[[Any], bool]) -> dict[str, str]:
-    """Undo what torch's ``load_state_dict`` has done to the types of states: it converts them to their parameter's.
+    """Undo the conversions of torch's ``load_state_dict``, which gives states the element type of their parameter.
 
     Args:
         optimizer: The optimizer, which has loaded a state dict.
         given: The state dict.
-        keeps: Whether a tensor in it keeps its type.
+        keeps: Tells whether a tensor in the state dict must keep its type.
 
     Returns:
-        For each name of a state that does not keep its type, both types.
+        For each name of a state that was converted and stays so, the type before and the type now.
     """
     changed: dict[str, str] = {}
 
@@ -58,6 +58,6 @@ def uncast(optimizer: Any, given: Any, keeps: Callable[[Any], bool]) -> dict[str
 
     for _, parameter, states in with_parameters(given, optimizer):
         live = optimizer.state.get(parameter, {})
-        for name in states.keys() & live.keys() - {"step"}:  # a step on the device is float32 for its kernel
+        for name in states.keys() & live.keys() - {"step"}:  # a step on the device must be float32 for the kernel
             live[name] = back(str(name), live[name], states[name])
     return changed

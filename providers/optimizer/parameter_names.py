@@ -1,4 +1,4 @@
-"""Parameters of an optimizer by their names, where both sides hold ``param_names``: torch goes by their order alone."""
+"""Finds an optimizer's parameters by name, if both states hold ``param_names``. torch goes by their order alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datastates.providers.optimizer.state_dict_tree import groups_of
 
 
 def _names(value: Any) -> list[list[str]] | None:
-    """The names of each group's parameters; None if some have none, or two parameters have the same."""
+    """The names of each group's parameters; None if a parameter has none, or two parameters have the same."""
     names = [group.get("param_names") for group in groups_of(value) or ()]
     if not names or any(not isinstance(some, (list, tuple)) for some in names):
         return None
@@ -20,9 +20,9 @@ def _names(value: Any) -> list[list[str]] | None:
 
 
 def in_live_order(stored: Any, live: Any) -> Any:
-    """A stored state dict with its groups, and the parameters in each, in the order of the live one.
+    """Bring the groups of a stored state dict, and the parameters in each, into the order of the live state dict.
 
-    It is returned as it is where it is in that order, and where its groups do not hold the same names.
+    The stored state dict is returned as it is if it has this order, or if its groups do not hold the same names.
     """
     theirs, ours = _names(stored), _names(live)
     if theirs is None or ours is None or theirs == ours or len(theirs) != len(ours):
@@ -40,7 +40,7 @@ def in_live_order(stored: Any, live: Any) -> Any:
 
 
 def name_differences(stored: Any, live: Any) -> dict[str, str]:
-    """Parameters that both have under one name, and in different places: the states would go to the wrong ones."""
+    """The difference if parameters have other places or groups in the stored state: states would be mixed up."""
     theirs, ours = _names(stored), _names(live)
     if theirs is None or ours is None:
         return {}

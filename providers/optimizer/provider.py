@@ -1,4 +1,4 @@
-"""A provider of an optimizer of torch."""
+"""A provider of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerProvider(TreeProvider):
     """The state of a ``torch.optim.Optimizer``."""
 
     def __init__(self, name: str, optimizer: Any, lazy: bool | Callable[[str], bool]) -> None:
-        """Take what :func:`~datastates.providers.from_stateful` takes."""
+        """Keep the optimizer; see :func:`~datastates.providers.from_stateful` for ``name`` and ``lazy``."""
         super().__init__(name)
         self._optimizer = optimizer
         self._lazy = lazy
@@ -39,9 +39,10 @@ class OptimizerProvider(TreeProvider):
         return container_of(self.name, self._optimizer.state_dict())
 
     def _before_load(self) -> object:
-        """The state to compare a stored one with.
+        """The live state to compare a stored state with.
 
-        A ``ZeroRedundancyOptimizer`` has the whole state only after a collective, and its load asks for none of it.
+        The whole state of a ``ZeroRedundancyOptimizer`` exists only after a collective. Its load needs none of it, so
+        this rank's part is used.
         """
         zero = loaded("torch.distributed.optim.zero_redundancy_optimizer")
         if zero is not None and isinstance(self._optimizer, zero.ZeroRedundancyOptimizer):
@@ -53,15 +54,15 @@ class OptimizerProvider(TreeProvider):
         return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        """Whether it is a parameter's state. A scheduler changes the values in ``param_groups``."""
+        """Whether an array is a parameter's state. A scheduler changes the values in ``param_groups``."""
         lazy = self._lazy(key) if callable(self._lazy) else self._lazy
         return lazy and key.startswith("state/") and subclasses.is_tensor(array)
 
     def match(self, stored: Any, saved: Saved) -> Match:
-        """Live memory for the states that there are, and new memory for the others.
+        """Restore into live memory the states that the optimizer has, and into new memory all others.
 
-        All memory is new where hooks or methods of the optimizer's own take the state, or its parameters are in another
-        order than when it was saved.
+        All memory is new if hooks or methods of the optimizer's own take the state, or if the parameters are in another
+        order than in the checkpoint.
         """
         live, is_plain = self._before_load(), not loads_by_itself(self._optimizer)
         ordered = in_live_order(stored, live) if is_plain else stored
@@ -74,10 +75,10 @@ class OptimizerProvider(TreeProvider):
         keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
         for number, mismatched in other_shapes(stored, self._optimizer).items() if is_plain else ():
             saved.report(mismatched=mismatched)
-            for name in stored["state"][number]:  # a parameter restores all its states or none
+            for name in stored["state"][number]:  # all states of a parameter are restored, or none
                 keys.pop(state_key(number, name), None)
         pairs = pair(stored, live, known).pairs if is_same else []
-        # a rate in a tensor is replaced, as by torch: others may hold it, such as the optimizer's own defaults
+        # a rate in a tensor is replaced by a new tensor, as by torch: the optimizer's defaults may hold the old tensor
         states = [(ref.key, array) for ref, array in pairs if ref.key.startswith("state/")]
         into = {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)}
         like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)

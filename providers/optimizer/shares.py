@@ -16,12 +16,12 @@ from datastates.state.shards import ArrayRef, Buffer, Shard
 
 
 class Share(ABC):
-    """The states that the optimizer keeps for one of its parameters, and which parts of logical states they are.
+    """The states that an optimizer keeps for one of its parameters, as parts of logical parameters' states.
 
     Attributes:
-        tensors: Arrays that always exist, by the state's name.
-        parameter: The optimizer's parameter, by which it keeps all other states; None if it keeps none.
-        group: Number of the parameter group.
+        tensors: Arrays that exist independently of the optimizer, by the state's name.
+        parameter: The optimizer's parameter, under which it keeps all other states; None if it keeps none.
+        group: Number of the parameter group, from 0.
     """
 
     tensors: Mapping[str, Any]
@@ -36,17 +36,17 @@ class Share(ABC):
     @property
     @abstractmethod
     def held(self) -> Sequence[Name]:
-        """The parameters of which this share has elements; if it has none, :attr:`scalar_source` alone."""
+        """The parameters that have elements in this share; if none has, :attr:`scalar_source` alone."""
 
     @property
     @abstractmethod
     def form(self) -> object:
-        """An object that is equal for two shares that make the same shards of an array."""
+        """An object that is equal for two shares if they make the same shards of an array."""
 
     @property
     @abstractmethod
     def scalar_source(self) -> Name:
-        """The parameter from which a restore takes the scalar states."""
+        """The parameter whose stored scalar states a restore takes for this share."""
 
     @abstractmethod
     def shards(self, state: str, array: Shard) -> list[Shard]:
@@ -78,7 +78,7 @@ class Share(ABC):
 
     @abstractmethod
     def fresh(self, ref: ArrayRef) -> Any:
-        """A new array, on the parameter's device, for a state that is no scalar and is stored as ``ref`` says."""
+        """Make a new array, on the parameter's device, for a state that is no scalar. ``ref`` is its stored array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +86,12 @@ class Partition(Share):
     """One rank's flat partition of the states of many parameters.
 
     Attributes:
-        layout: Which parameters lie where in the flat arrays.
-        tensors: Arrays that always exist, by the state's name. Each is one-dimensional and contiguous with
-            ``layout.numel`` elements; or it has no dimension, for a number that the whole partition shares. The mapping
-            is read at each snapshot, and its arrays are restored in place.
-        parameter: The flat tensor that the optimizer steps, and keeps its own states by; None if it keeps none.
+        layout: Tells where parameters lie in the flat arrays.
+        tensors: Arrays that exist independently of the optimizer, by the state's name. Each is one-dimensional and
+            contiguous with ``layout.numel`` elements; or it has no dimension, for a number that the whole partition
+            shares. The mapping is read at each snapshot, and its arrays are restored in place.
+        parameter: The flat tensor that the optimizer steps, and under which it keeps its own states; None if it keeps
+            none.
         group: Number of the parameter group, from 0.
     """
 
@@ -120,7 +121,7 @@ class Partition(Share):
         return self.layout.slices[0].name if self.layout.slices else self.layout.parameters[-1][0]
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
-        """Flat ranges, in buffers without padding; or, of a scalar, one for each parameter that begins here."""
+        """Flat ranges, in buffers without padding; for a scalar, one shard for each parameter that begins here."""
         if array.shape == ():
             return [replace(array, key=state_key(name, state)) for name in self.layout.owned]
         self._check(state, array)
@@ -135,7 +136,7 @@ class Partition(Share):
         return result
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
-        """Views of the live array without its padding; a scalar as it is."""
+        """Describe views of the live array without its padding; a scalar as it is."""
         whole = arrays.destination(state_key(self.scalar_source, state), array)
         if whole.shape == ():
             return [whole]
@@ -156,7 +157,7 @@ class Partition(Share):
         return state == "step"
 
     def fresh(self, ref: ArrayRef) -> Any:
-        """Zeros for the whole partition: undefined values in the padding could disturb training."""
+        """Make zeros for the whole partition: undefined values in the padding could disturb training."""
         return self.parameter.detach().new_zeros(self.layout.numel, dtype=_torch_dtype(ref))
 
     def _check(self, state: str, array: Shard) -> None:
@@ -169,7 +170,7 @@ class Partition(Share):
 
 @dataclass(frozen=True, eq=False)
 class WholeParameter(Share):
-    """The states of one parameter, all on one rank, of any shapes. ``parameter`` is None on the other ranks."""
+    """The states of one parameter, all on one rank, of any shapes. On the other ranks ``parameter`` is None."""
 
     name: Name
     parameter: Any
@@ -178,30 +179,30 @@ class WholeParameter(Share):
 
     @property
     def form(self) -> object:
-        """The name."""
+        """The parameter's name."""
         return self.name
 
     @property
     def names(self) -> Sequence[Name]:
-        """The parameter."""
+        """The parameter's name alone."""
         return [self.name]
 
     @property
     def held(self) -> Sequence[Name]:
-        """The parameter."""
+        """The parameter's name alone."""
         return [self.name]
 
     @property
     def scalar_source(self) -> Name:
-        """The parameter."""
+        """The parameter's name."""
         return self.name
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
-        """The array as it is."""
+        """The array as one whole shard."""
         return [replace(array, key=state_key(self.name, state))]
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
-        """The array as it is."""
+        """The live array as one whole shard."""
         return [arrays.destination(state_key(self.name, state), array)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
@@ -210,7 +211,7 @@ class WholeParameter(Share):
         return stored[self.name].shape == ()
 
     def fresh(self, ref: ArrayRef) -> Any:
-        """An uninitialized array; if it has the parameter's shape, with the parameter's strides, as torch makes it."""
+        """Make an uninitialized array; if it has the parameter's shape, it has the parameter's strides, as in torch."""
         own = self.parameter.detach()
         if ref.shape == tuple(own.shape):
             return loaded("torch").empty_like(own, dtype=_torch_dtype(ref))

@@ -1,4 +1,4 @@
-"""The shards that shares make of whole arrays, kept from one snapshot to the next."""
+"""The shards that the shares of an optimizer's state make of its arrays, kept from one snapshot to the next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from datastates.state.shards import Shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread:
-    """The shards of some arrays.
+    """The shards that shares make of arrays.
 
     Attributes:
-        whole: The arrays, described as wholes.
+        whole: The arrays, each described as a whole.
         shards: The shards to save.
         index: For each shard, the number of its array.
     """
@@ -51,12 +51,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
-    """What one provider of shares hands to the next.
+    """The knowledge of a provider of shares, for the next provider object.
 
     Attributes:
         forms: The ``form`` of each share.
         arrays: The addresses and layouts of the arrays.
-        spread: The shards that the shares made of them.
+        spread: The shards that the shares made of the arrays.
     """
 
     forms: Sequence[object]

@@ -12,7 +12,7 @@ from datastates.state.shards import ArrayRef
 
 
 def group_differences(stored: Any, live: Any) -> dict[str, str]:
-    """Differences in the number or size of parameter groups, with which states would go to the wrong parameters."""
+    """Differences in the number or size of parameter groups. States would go to wrong parameters if there are any."""
     try:
         sizes = [[len(g["params"]) for g in s["param_groups"]] for s in (stored, live)]
     except (KeyError, TypeError):
@@ -42,24 +42,24 @@ _LIKE_PARAMETERS = {
 
 
 def _states(value: Any) -> dict[object, dict[str, Any]]:
-    """The states by parameter of a state dict of torch's optimizers; empty for another value."""
+    """The states in a state dict of torch's optimizers, by the parameter's number; empty for any other value."""
     states = value.get("state") if isinstance(value, dict) else None
     plain = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
     return states if plain and states is not None else {}
 
 
 def with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any, dict[str, Any]]]:
-    """For each live parameter: its name or number in a stored value of the same groups, it, and its stored states."""
+    """For each live parameter: its name or number in a stored state dict of equal groups, itself, its stored states."""
     if states := _states(stored):
         groups = groups_of(stored) or []
         numbers = [number for group in groups for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=False):  # code of its own may take other groups
+        for number, parameter in zip(numbers, parameters, strict=False):  # its own code may take other groups
             yield number, parameter, states.get(number, {})
 
 
 def parameters_of_states(stored: Any, optimizer: Any) -> dict[str, Any]:
-    """The live parameter for the key of each stored state of its shape."""
+    """The live parameter by the key of each of its stored states that has the parameter's shape."""
     return {
         state_key(number, name): parameter
         for number, parameter, states in with_parameters(stored, optimizer)
@@ -69,9 +69,12 @@ def parameters_of_states(stored: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
-    """For each parameter whose shape has changed since the save: keys of the states that show it, with the difference.
+    """Find parameters whose shape has changed since the save, by states that torch keeps in the parameter's shape.
 
     Only torch's own optimizers are checked: others may keep states of any shape.
+
+    Returns:
+        For each such parameter, by name or number: the keys of these states, each with the difference as text.
     """
     bases = [f"{base.__module__}." for base in type(optimizer).__mro__ if base.__name__ != "Optimizer"]
     found: dict[object, dict[str, str]] = {}
@@ -87,7 +90,7 @@ def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
 
 
 def live_where_not_restored(value: Any, optimizer: Any) -> Any:
-    """The restored value, but parameters whose states were not all restored keep their live states, if any."""
+    """Keep the live states, if any, of each parameter whose states were not all restored, in a restored state dict."""
     live = {number: optimizer.state.get(parameter) for number, parameter, _ in with_parameters(value, optimizer)}
     kept = {
         number: live.get(number)
@@ -101,10 +104,10 @@ def live_where_not_restored(value: Any, optimizer: Any) -> Any:
 
 
 def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, str]]]:
-    """Add to one rank's stored value the states of its parameters that only other ranks saved.
+    """Add to the state dict that one rank stored the states of its parameters that only other ranks stored.
 
     Returns:
-        The value, and the parameter and name of each state that was added.
+        The state dict; and for each state that was added, the parameter's name or number, and the state's name.
     """
     try:
         numbers = [number for group in stored["param_groups"] for number in group["params"]]
@@ -126,10 +129,10 @@ def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, 
 
 
 def of_live_names(stored: Any, live: Any) -> Any:
-    """Cut a stored value that is keyed by parameter names down to the live parameters; return any other value as it is.
+    """Cut a stored state dict that is keyed by parameter names down to the live parameters.
 
-    It is also returned as it is where the number of groups differs or a live parameter is in another group. Other ranks
-    may hold, and may have saved, other parameters: those are not compared.
+    Parameters of other ranks are thus not compared. Any other value is returned as it is. So is a state dict with
+    another number of groups, or with a live parameter in another group.
     """
     groups, live_groups = _names(stored), _names(live)
     if groups is None or live_groups is None or len(groups) != len(live_groups):

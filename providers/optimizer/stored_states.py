@@ -1,4 +1,4 @@
-"""Which states of an optimizer's parameters a checkpoint holds, from all ranks."""
+"""Finds the states of an optimizer's parameters that a checkpoint holds, from all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datastates.state.keys import component
 from datastates.state.provider import Saved
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
-"""States that are one number for each parameter. Where ranks share a parameter out, only one rank saved them."""
+"""Names of states that are one number for each parameter. If ranks share a parameter out, only one rank saved them."""
 
 
 def state_key(parameter: object, state: str) -> str:
@@ -20,13 +20,13 @@ def state_key(parameter: object, state: str) -> str:
 class StoredStates:
     """Stored keys of the form ``state/<parameter>/<state>``, as in a nested optimizer state dict.
 
-    The checkpoint lists the keys that the rank of this number saved. Keys of other ranks are looked up one by one, as
-    listing those of many ranks takes long.
+    The checkpoint lists the keys that the rank with this rank's number saved. Keys of other ranks are looked up one by
+    one, because listing the keys of many ranks takes long.
 
     Attributes:
-        of: For each parameter, as a key's component, the keys by state.
-        others: Keys of another form.
-        names: The names of the states, in order.
+        of: For each parameter, as a key's component, the keys of its states by the states' names.
+        others: Listed keys of another form.
+        names: The names of the states as keys, in the order in which they were found.
     """
 
     def __init__(self, saved: Saved) -> None:
@@ -48,8 +48,8 @@ class StoredStates:
                 self.others.append(key)
 
     def probe(self, parameters: Collection[Name]) -> None:
-        """Find states of some parameters that other ranks saved, by the names of the states known so far."""
-        # a rank that lists one number of a parameter lists all of them: names then has them
+        """Find states of the given parameters that other ranks saved, by the names of the states known so far."""
+        # a rank that lists one of a parameter's numbers lists all: `names` then has them
         numbers = _NUMBERS if self.names.keys().isdisjoint(_NUMBERS) else ()
         for parameter in map(component, parameters):
             for state in (*self.names, *numbers):
@@ -59,7 +59,7 @@ class StoredStates:
         self.names |= dict.fromkeys(state for p in parameters for state in self.of.get(component(p), {}))
 
     def find(self, parameters: Collection[Name]) -> None:
-        """Find all states of some parameters; go through the keys of all ranks where names do not suffice."""
+        """Find all states of the given parameters. If names do not suffice, this goes through the keys of all ranks."""
         listed = bool(self.names)
         self.probe(parameters)
         sure = listed and not self.names.keys().isdisjoint(_NUMBERS)

@@ -29,16 +29,16 @@ Groups = Sequence[MutableMapping[str, Any]]
 
 @dataclass
 class _Found:
-    """What :meth:`ShardedZeroProvider.destinations` finds in a checkpoint.
+    """The findings of :meth:`ShardedZeroProvider.destinations` in a checkpoint.
 
     Attributes:
-        known: The stored arrays.
-        stored: For each parameter, as a key's component, the keys of its stored states.
+        known: The stored arrays by key.
+        stored: For each parameter, as a key's component, the keys of its stored states by the states' names.
         parameters: Names in the stored parameter groups.
         shards: The shards to restore into.
         missing: Keys that only the live state has.
         unexpected: Keys that only the checkpoint has.
-        mismatched: Keys that differ otherwise, each with the difference.
+        mismatched: Keys that differ in another way, each with the difference as text.
     """
 
     known: Mapping[str, ArrayRef]
@@ -58,7 +58,7 @@ class _Found:
 
 
 class ShardedZeroProvider(StateProvider):
-    """Optimizer state of which each data-parallel rank holds a share: ZeRO-1, ZeRO-2, ZeRO-3.
+    """Optimizer state that data-parallel ranks share out, as in ZeRO-1, ZeRO-2 and ZeRO-3.
 
     Shares are saved as ranges of the logical parameters, without padding. So a checkpoint does not depend on the number
     of ranks that saved it. Keys are ``state/<parameter>/<state>``, as in a nested optimizer state dict. A checkpoint of
@@ -68,12 +68,12 @@ class ShardedZeroProvider(StateProvider):
 
     The object ``param_groups`` holds the hyperparameters of each group and the names of its parameters. A number of the
     optimizer (``step``) is saved as an array without dimensions for each parameter, by the rank that has the
-    parameter's first element. A flat partition has one number for all its parameters: a restore takes that of the
-    partition's first parameter. Torch and CuPy arrays are captured lazily, as only an optimizer step changes them;
+    parameter's first element. A flat partition has one number for all its parameters: a restore takes the number of the
+    partition's first parameter. Torch and CuPy arrays are captured lazily, because only an optimizer step changes them;
     NumPy arrays are copied inside ``snapshot()``.
 
-    A restore writes in place. The optimizer then has just the states that the checkpoint has: missing ones are made,
-    others are dropped.
+    A restore writes in place. Afterwards the optimizer has exactly the states that the checkpoint has: missing states
+    are made, others are dropped.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ShardedZeroProvider(StateProvider):
         Args:
             name: Top-level key in the checkpoint.
             shares: The shares of this rank, such as :class:`~datastates.providers.Partition`. No parameter is in two
-                of them.
+                shares.
             optimizer: The torch optimizer that steps the shares' ``parameter``s.
             param_groups: Without an optimizer: one dict of hyperparameters and other plain values for each group,
                 restored in place. By default, empty dicts.
@@ -169,7 +169,7 @@ class ShardedZeroProvider(StateProvider):
         return None if known is None else Knowledge(self._forms, known, self._spread)
 
     def learn(self, knowledge: object) -> None:
-        """Take what an earlier provider found out, if its shares had the same forms."""
+        """Take the findings of an earlier provider, if its shares had the same forms."""
         assert isinstance(knowledge, Knowledge)
         if knowledge.forms == self._forms:
             self._describer.known, self._spread = knowledge.arrays, knowledge.spread
@@ -200,7 +200,7 @@ class ShardedZeroProvider(StateProvider):
         return Shards(spread.shards, sources, [rest], versions=versions, memory=described.memory)
 
     def _states(self) -> Iterator[tuple[int, str, Any]]:
-        """Number of the share, name of the state, and the array; an optimizer's Python number becomes a NumPy array."""
+        """Yield for each state the number of its share, its name, and its array. A Python number becomes an array."""
         for number, share in enumerate(self._shares):
             for state, value in share.tensors.items():
                 yield number, state, value
@@ -208,7 +208,7 @@ class ShardedZeroProvider(StateProvider):
                 yield number, state, np.asarray(value) if type(value) in (int, float, bool) else value
 
     def serialize(self, shard: Shard) -> bytes:
-        """The groups as in ``Optimizer.state_dict()``, with parameter names, and numbers in the place of tensors."""
+        """Serialize the groups as in ``Optimizer.state_dict()``, but with parameter names, and numbers for tensors."""
         del shard
         groups = zip(self._optimizer.param_groups, self._group_names, strict=True)
         return dumps([{**_hyperparameters(group), "params": names} for group, names in groups])
@@ -216,7 +216,7 @@ class ShardedZeroProvider(StateProvider):
     # --- restoring
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The ranges that this rank holds now, whichever ranks saved them."""
+        """The ranges that this rank holds now. Other ranks may have saved them."""
         states = StoredStates(saved)
         states.find([name for share in self._shares if share.parameter is not None for name in share.held])
         found = _Found(saved.arrays(), states.of)
@@ -232,9 +232,9 @@ class ShardedZeroProvider(StateProvider):
         return found.shards
 
     def _match_groups(self, saved: Saved, found: _Found) -> bool:
-        """Find the stored hyperparameters; False if there are none, or they do not fit."""
+        """Find the stored hyperparameters; False if there are none, or if they do not fit the live groups."""
         objects = saved.objects()
-        # a nested state dict is one object of the empty key, with the groups in it
+        # a nested state dict is one object with the empty key, which has the groups in it
         key = _GROUPS if _GROUPS in objects else ""
         found.unexpected += [k for k in objects if k != key]
         if key not in objects:
@@ -282,7 +282,7 @@ class ShardedZeroProvider(StateProvider):
                     found.mismatched[state_key(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
                     continue
                 found.want([arrays.destination(state_key(name, state), value)])
-                # one number serves the whole share; the others are read, too, so that none counts as unexpected
+                # one number serves the whole share; the other parameters' are read, too, or they would be unexpected
                 others = [n for n in share.held if n in refs and n != name]
                 found.want(arrays.destination(state_key(n, state), memory.empty(refs[n])) for n in others)
             states[state] = value
@@ -292,7 +292,7 @@ class ShardedZeroProvider(StateProvider):
         self._pending.append((share, states))
 
     def _strange(self, found: _Found) -> list[str]:
-        """Stored keys of parameters that are not in any share, and of states that a share without optimizer lacks.
+        """Stored keys of parameters that are in no share, and of states that a share without an optimizer lacks.
 
         Parameters outside of the stored groups are ignored: they belong to another pipeline stage.
         """
@@ -323,13 +323,13 @@ class ShardedZeroProvider(StateProvider):
 
 @dataclass
 class _ZeroRedundancy:
-    """A ``ZeroRedundancyOptimizer`` as one optimizer: its own parameter groups, the states of the optimizer inside."""
+    """A ``ZeroRedundancyOptimizer`` as a plain optimizer: its own groups, and the states of the optimizer inside it."""
 
     optimizer: Any
 
     @property
     def param_groups(self) -> Groups:
-        """The outer groups, which each step copies to the inner ones."""
+        """The groups of the outer optimizer, which each step copies to the optimizer inside it."""
         groups: Groups = self.optimizer.param_groups
         return groups
 
@@ -345,7 +345,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A hyperparameter with numbers in the place of tensors: as shards, several ranks would claim the same key."""
+    """Replace tensors by numbers in a hyperparameter. As shards, they would have the same key on several ranks."""
     if type(value) in (tuple, list):
         return type(value)([_plain(key, item) for item in value])
     if arrays.kind_of(value) is None:
@@ -356,7 +356,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _settled(live: Any, stored: Any) -> Any:
-    """The new value of a live hyperparameter; a live tensor is filled and kept."""
+    """The value that a live hyperparameter gets from a stored one. A live tensor is filled and kept."""
     if type(live) in (tuple, list) and type(stored) in (tuple, list) and len(live) == len(stored):
         return type(live)([_settled(a, b) for a, b in zip(live, stored, strict=True)])
     stored = stored.item() if arrays.kind_of(stored) is not None else stored
@@ -367,7 +367,7 @@ def _settled(live: Any, stored: Any) -> Any:
 
 
 def _number(live: Any, stored: Any, state: str, parameter: Any, group: Mapping[str, Any]) -> Any:
-    """The new value of an optimizer's number: of the live number's type, else as it was saved (tensor or Python)."""
+    """The value that an optimizer's number gets: of the live number's type if there is one, else as it was saved."""
     if arrays.kind_of(live) is not None:
         live.fill_(stored.item())
         return live

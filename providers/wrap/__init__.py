@@ -1,1 +1,1 @@
-"""Providers that wrap others: several under one name, or one whose arrays several ranks hold alike."""
+"""Providers that wrap others: several under one name, or one whose arrays are the same on several ranks."""

@@ -38,13 +38,13 @@ class CompositeProvider(StateProvider):
         self.takes_parts = all(child.takes_parts for child in self._children)
 
     def knowledge(self) -> object:
-        """What the children found out, by their names."""
+        """The knowledge of all children, by their names."""
         known = Knowledge()
         known.take(self._children)
         return known or None
 
     def learn(self, knowledge: object) -> None:
-        """Hand to each child what an earlier child of its name and class found out."""
+        """Hand each child the knowledge of the earlier child with its name and class."""
         assert isinstance(knowledge, Knowledge)
         knowledge.teach(self._children)
 
@@ -53,7 +53,7 @@ class CompositeProvider(StateProvider):
         return chain.from_iterable(child.stepped() for child in self._children)
 
     def stand_beside(self, providers: Sequence[StateProvider]) -> None:
-        """Tell all children."""
+        """Tell all children which providers take part in a snapshot."""
         for child in self._children:
             child.stand_beside(providers)
 
@@ -117,7 +117,7 @@ def _origin(shard: Shard) -> tuple[StateProvider, Shard]:
 
 
 class _Part(Saved):
-    """What a checkpoint holds for one child."""
+    """The arrays and objects that a checkpoint holds for one child."""
 
     def __init__(self, saved: Saved, child: StateProvider) -> None:
         self.strict = saved.strict
@@ -157,7 +157,7 @@ class _Part(Saved):
 
 
 class _Arrays(Mapping[str, ArrayRef]):
-    """The arrays of one child. It lists the arrays of this rank's number, and finds those of any rank by key."""
+    """The stored arrays of one child by key. It lists the arrays of one rank, and finds arrays of any rank by key."""
 
     def __init__(self, arrays: Mapping[str, ArrayRef], child: StateProvider) -> None:
         self._arrays = arrays

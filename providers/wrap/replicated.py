@@ -14,7 +14,7 @@ from datastates.state.shards import EVERY_RANK, Shard, Shards
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Marked:
-    """The shards of a layout, each marked with the ranks that hold it alike."""
+    """The shards of a layout, each marked with the ranks that hold the same array."""
 
     layout: tuple[Shard, ...]
     ranks: tuple[int, ...]
@@ -30,11 +30,11 @@ class _Knowledge:
 
 
 class ReplicatedProvider(StateProvider):
-    """Another provider's state that several ranks hold alike, as under data parallelism.
+    """Another provider's state that is the same on several ranks, as under data parallelism.
 
-    One rank writes each array. The arrays are not compared: every rank gets back what the writing rank held. What is
-    lazy is shared out among the ranks. All that is not, such as buffers that each rank's data has changed, is the
-    lowest rank's. Each rank saves its own objects.
+    One rank writes each array. The arrays are not compared: every rank gets back the array of the rank that wrote it.
+    Lazy arrays are shared out among the ranks. All other arrays, such as buffers that each rank's data has changed, are
+    written by the lowest rank. Each rank saves its own objects.
     """
 
     def __init__(self, provider: StateProvider, ranks: Sequence[int] | None = None) -> None:
@@ -42,7 +42,7 @@ class ReplicatedProvider(StateProvider):
 
         Args:
             provider: The state.
-            ranks: Global numbers of the ranks that hold the arrays alike, this rank among them. None: all ranks of
+            ranks: Global numbers of the ranks that hold the same arrays, this rank among them. None: all ranks of
                 torch.distributed at each snapshot; without torch.distributed, all processes of JAX; without either,
                 all ranks that save together.
 
@@ -63,12 +63,12 @@ class ReplicatedProvider(StateProvider):
         self._marked: _Marked | None = None
 
     def knowledge(self) -> object:
-        """What the wrapped provider found out, and the marked shards."""
+        """The knowledge of the wrapped provider, and the marked shards."""
         inner = self._provider.knowledge()
         return None if inner is None else _Knowledge(type(self._provider), inner, self._said(), self._marked)
 
     def learn(self, knowledge: object) -> None:
-        """Take what an earlier provider found out; its marked shards only where the same ranks were given."""
+        """Take the knowledge of an earlier provider, and its marked shards if it was given the same ranks."""
         assert isinstance(knowledge, _Knowledge)
         if knowledge.kind is type(self._provider):
             self._provider.learn(knowledge.inner)
@@ -79,11 +79,11 @@ class ReplicatedProvider(StateProvider):
         return self._provider.stepped()
 
     def stand_beside(self, providers: Sequence[StateProvider]) -> None:
-        """Tell the wrapped provider."""
+        """Tell the wrapped provider which providers take part in a snapshot."""
         self._provider.stand_beside(providers)
 
     def _said(self) -> object:
-        """What the marks depend on, beside the shards and the present ranks."""
+        """The arguments that the marks depend on. They also depend on the shards and the present ranks."""
         return self._ranks
 
     def shards(self) -> Sequence[Shard]:
@@ -98,7 +98,7 @@ class ReplicatedProvider(StateProvider):
         return shards.but(layout=marked.shards)
 
     def _current_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the arrays, ascending; empty where this is the only one, as a framework says."""
+        """The ranks that hold the arrays, ascending; empty if a framework says that there is only this one."""
         torch = loaded("torch")
         together = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = self._ranks
