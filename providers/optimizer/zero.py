@@ -69,8 +69,8 @@ class ShardedZeroProvider(StateProvider):
     The object ``param_groups`` holds the hyperparameters of each group and the names of its parameters. A number of the
     optimizer (``step``) is saved as an array without dimensions for each parameter, by the rank that has the
     parameter's first element. A flat partition has one number for all its parameters: a restore takes the number of the
-    partition's first parameter. Torch and CuPy arrays are captured lazily, because only an optimizer step changes them;
-    NumPy arrays are copied inside ``snapshot()``.
+    partition's first parameter. Torch tensors are captured lazily, because only an optimizer step changes them; NumPy
+    and CuPy arrays are copied inside ``snapshot()``.
 
     A restore writes in place. Afterwards the optimizer has exactly the states that the checkpoint has: missing states
     are made, others are dropped.
