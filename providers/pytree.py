@@ -201,7 +201,7 @@ class _Landed:
     def __init__(
         self, landings: Mapping[str, Landing], stored: Collection[str], restored: Callable[[], Collection[str]]
     ) -> None:
-        """Keep the memory.
+        """Keep the memory of all arrays.
 
         Args:
             landings: The memory by key.

@@ -46,7 +46,7 @@ TRAINING_THREAD = "training thread"
 
 
 class Span(NamedTuple):
-    """One piece of work.
+    """One piece of work of a snapshot or a restore, done by one thread, CUDA stream or slot of a ring.
 
     Attributes:
         stage: Name of the stage: a key of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`.

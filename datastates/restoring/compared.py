@@ -34,12 +34,12 @@ class Compared(ABC):
     """
 
     def __init__(self, stored: Tensors, name: str, request: RestoreRequest, cut: Cut | None) -> None:
-        """Compare nothing yet.
+        """Begin without findings; :meth:`plan` compares.
 
         Args:
-            stored: The checkpoint.
+            stored: The checkpoint's tensors.
             name: The provider's name in messages.
-            request: How arrays are restored.
+            request: The options of the restore.
             cut: The selected part of the provider; None for all of it.
         """
         self.name = name

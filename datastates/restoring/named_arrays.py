@@ -26,13 +26,13 @@ class NamedArrays(Compared, Saved):
     def __init__(
         self, stored: Tensors, provider: StateProvider, live: LiveKeys, request: RestoreRequest, cut: Cut | None
     ) -> None:
-        """Compare nothing yet.
+        """Begin without findings; :meth:`plan` compares.
 
         Args:
-            stored: The checkpoint.
+            stored: The checkpoint's tensors.
             provider: The provider, which has ``takes_parts`` set.
             live: Tells which array of the checkpoint belongs to each live array.
-            request: How arrays are restored.
+            request: The options of the restore.
             cut: The selected part of the provider; None for all of it.
         """
         super().__init__(stored, provider.name, request, cut)

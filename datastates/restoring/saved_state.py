@@ -55,7 +55,7 @@ class SavedState(Compared, Saved):
             stored: The checkpoint.
             base: The base container.
             name: The name under which the provider is stored.
-            request: How arrays and objects are restored.
+            request: The options of the restore.
             cut: The selected part of the provider; None for all of it.
         """
         super().__init__(stored, name, request, cut)

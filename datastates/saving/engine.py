@@ -50,7 +50,7 @@ class Engine:
         auto_gate: bool,
         ended: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
-        """Start an engine.
+        """Start an engine, without snapshots in flight.
 
         Args:
             executor: The executor; :meth:`close` closes it.

@@ -57,7 +57,7 @@ class Framing(Protocol):
     """A format of files, which plans the frame of each structure."""
 
     def plan(self, structure: Structure, block: int) -> tuple[Frame, PreparedWrite]:
-        """Plan a file.
+        """Plan a file for the arrays of a structure.
 
         Args:
             structure: The arrays to write, without contents.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """One element type of arrays, with its names in torch, NumPy and the file format.
 
     Attributes:
         code: Its number in a container's index.

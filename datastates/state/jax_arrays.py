@@ -259,7 +259,7 @@ def key_data(keys: Any) -> Any:
 
 
 def key_name(keys: Any) -> str:
-    """Name of the random number generator of typed random keys, or of a description of keys: ``threefry2x32``."""
+    """Name of the generator, such as ``threefry2x32``, of typed random keys or of a description of keys."""
     jax: Any = loaded("jax")
     found: list[str] = []
 

@@ -56,7 +56,7 @@ def _name(kind: type) -> str:
 
 
 def taken_apart(tree: object) -> Leaves:
-    """Take a tree apart into its leaves.
+    """Take a tree apart into its leaves, and refuse leaves whose contents would be lost.
 
     Raises:
         ProviderError: A leaf is callable but no function: its contents would not be saved. The message names it.

@@ -102,7 +102,7 @@ class Partition(Share):
 
     @property
     def form(self) -> object:
-        """The layout."""
+        """The layout of the flat arrays, which alone decides their shards."""
         return self.layout
 
     @property
