@@ -15,9 +15,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datastates._base import files, paths
+from datastates._base import paths
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
+from datastates.storage import store_of
+from datastates.storage.local import opened
 
 _log = logging.getLogger("datastates")
 _COMMON = 100
@@ -56,7 +58,7 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
         OSError: The file system has failed. What was there is there again.
     """
     refuse(final)
-    files.make_directory(final.parent)
+    store_of(final).make_folder(final.parent)
     old, kept = staged.with_name(_OLD) / final.name, before
     if final.exists():
         kept = _keep(final, staged, before, replace=replace)
@@ -65,12 +67,11 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     try:
         if final.exists() and _move(final, old):
             kept = contents(old)
-        with files.syscall("rename", final):
-            os.rename(staged, final)
+        store_of(final).rename(staged, final)
     except OSError:
         _put_back(old, final)
         raise
-    files.sync_directory(final.parent)
+    store_of(final).sync_folder(final.parent)
     _keep(old, final, kept, replace=True)  # what was written between the look and the rename
     clear(staged, final.parent)
 
@@ -79,7 +80,7 @@ def sync(folder: Path) -> None:
     """Put a folder and all that is in it on stable storage."""
     for path in (folder, *folder.rglob("*")):
         # what is gone was a temporary file of another rank, which is still writing
-        with contextlib.suppress(FileNotFoundError), files.opened(path, os.O_RDONLY) as fd:
+        with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDONLY) as fd:
             os.fsync(fd)
 
 
@@ -159,7 +160,7 @@ def _keep_one(entry: Path, new: Path) -> None:
         shutil.copy2(entry, second, follow_symlinks=False)
     os.replace(second, new)
     second.unlink(missing_ok=True)  # a rename to the same file does nothing
-    files.sync_directory(new.parent)
+    store_of(new).sync_folder(new.parent)
 
 
 def _move(folder: Path, to: Path) -> bool:

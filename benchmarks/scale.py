@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from commit_model import Setting, simulate
-from datastates._base.files import read_bytes
 from datastates.commit import catalog, manifest
 from datastates.commit.ballot import Vote
 from datastates.commit.catalog import Catalog
@@ -32,6 +31,7 @@ from datastates.container import archive
 from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
+from datastates.storage.stores import reader
 from layouts import NAMES, Layout
 from measure import Plan, Result, Sample, answer, in_new_process, interleave, status
 
@@ -364,7 +364,7 @@ def _look_up(folder: Path, head_crc: int, layout: Layout, ranks: int) -> Sample:
     """Find where all tensors of one of ``ranks`` ranks are stored. The catalog is in the page cache."""
     path = folder / catalog.FILE
     reads: list[int] = []
-    from_file = read_bytes(path)
+    from_file = reader(path)
 
     def read(offset: int, length: int) -> bytes:
         reads.append(length)

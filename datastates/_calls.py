@@ -40,6 +40,7 @@ from datastates.restoring.selection import checked_keys
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.pytrees import is_leaf
+from datastates.storage import store_of
 
 _log = logging.getLogger("datastates")
 IN_PYTHON = "take it with step={step}"
@@ -52,13 +53,17 @@ def open_world(settings: RankSettings, directory: Path) -> World:
 
 def world_beside(path: Path) -> Path:
     """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
-    has_checkpoints = path.is_dir() and not (path / manifest.FILE).exists() and recognise.other(path) is None
+    has_checkpoints = (
+        store_of(path).is_folder(path)
+        and not store_of(path).exists(path / manifest.FILE)
+        and recognise.other(path) is None
+    )
     return path if has_checkpoints else path.parent
 
 
 def refuse_checkpoint(directory: Path) -> None:
     """Raise ValueError if a directory for checkpoints is itself one: restore would find none of those saved in it."""
-    if manifest.stat(directory) is not None:
+    if manifest.look(directory) is not None:
         raise ValueError(
             f"directory: {directory} is itself a checkpoint: give the directory that it lies in, or use "
             "datastates.restore"

@@ -37,6 +37,7 @@ from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
 from datastates.state.new_memory import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
+from datastates.storage import store_of
 
 
 class _CompareArguments(CompareOptions, RankOptions, total=False):
@@ -88,7 +89,7 @@ def snapshot(
     world = _calls.open_world(settings, target.parent)
 
     def prepare() -> bytes:
-        if target.exists():
+        if store_of(target).exists(target):
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
         retention.sweep_beside(target)
         return b""

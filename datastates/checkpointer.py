@@ -15,7 +15,7 @@ from types import TracebackType
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates._base import files, paths
+from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
@@ -40,6 +40,7 @@ from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
+from datastates.storage import store_of
 
 _log = logging.getLogger("datastates")
 
@@ -86,7 +87,7 @@ class Checkpointer:
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             _calls.refuse_checkpoint(self.directory)
-            files.make_directory(self.directory)
+            store_of(self.directory).make_folder(self.directory)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)

@@ -66,6 +66,17 @@ class StorageError(DatastatesError, OSError):
         return str(self.strerror)
 
 
+@contextlib.contextmanager
+def storage_errors(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError with operation and path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno or 0, operation, str(path)) from error
+
+
 class DeviceError(DatastatesError, RuntimeError):
     """A CUDA driver call failed; the message names the call and the driver's error."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import pickle
 import threading
 from collections.abc import Iterable, Sequence
@@ -15,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates._base import files as base_files
 from datastates.errors import StorageError
+from datastates.storage import store_of
 
 _log = logging.getLogger("datastates")
 FILE = ".metadata"
@@ -73,14 +72,13 @@ def publish(
         old = files(read(path))
         new.unlink(missing_ok=True)
         try:
-            base_files.write_file(new, pickle.dumps(made))
-            with base_files.syscall("rename", path):
-                os.replace(new, path)
+            store_of(new).create(new, pickle.dumps(made))
+            store_of(path).rename(new, path)
         except StorageError:
             new.unlink(missing_ok=True)
             raise
         try:
-            base_files.sync_directory(path.parent)
+            store_of(path).sync_folder(path.parent)
         except StorageError as error:
             return made, error
     for name in old - files(made):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates._base import files
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
 from datastates.adapters import looks
@@ -19,6 +18,7 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.storage import store_of
 
 _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
@@ -212,17 +212,15 @@ class Save:
 
     def _remove_old(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            with files.syscall("unlink", file.final):
-                file.final.unlink(missing_ok=True)
+            store_of(file.final).remove(file.final, missing_ok=True, operation="unlink")
         for folder in folders:
-            files.sync_directory(folder)
+            store_of(folder).sync_folder(folder)
 
     def _rename(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            with files.syscall("rename", file.final):
-                os.rename(file.partial, file.final)
+            store_of(file.final).rename(file.partial, file.final)
         for folder in {*folders, *(folder.parent for folder in folders)}:  # and the parents of new folders
-            files.sync_directory(folder)
+            store_of(folder).sync_folder(folder)
         for file in self._files:
             manifest.abandon(file.pending)
 
@@ -248,9 +246,8 @@ def _publish(latest: Path, tag: str) -> None:
     try:
         manifest.begin(pending)
         (new,) = pending.files
-        files.write_file(new, tag.encode())
-        with files.syscall("rename", latest):
-            os.rename(new, latest)
+        store_of(new).create(new, tag.encode())
+        store_of(latest).rename(new, latest)
     finally:
         manifest.abandon(pending)
-    files.sync_directory(latest.parent)
+    store_of(latest).sync_folder(latest.parent)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from datastates._base import files, paths
+from datastates._base import paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
 from datastates.adapters import looks, torch_loads
@@ -22,6 +22,7 @@ from datastates.adapters.tried import warn_of_untried
 from datastates.commit import manifest, retention
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.storage import store_of
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -115,7 +116,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         return asking.needed()
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
-        files.make_directory(final.parent)
+        store_of(final).make_folder(final.parent)
         self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
@@ -130,11 +131,10 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             try:
                 if failure is not None:
                     raise failure
-                with files.syscall("rename", final):
-                    os.replace(partial, final)
+                store_of(final).rename(partial, final)
             finally:
                 manifest.abandon(pending)
-            files.sync_directory(final.parent)
+            store_of(final).sync_folder(final.parent)
 
         try:
             manifest.begin(pending)

@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from datastates._base import files, locks
 from datastates._base.workers import start
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.storage.local import opened
 
 _log = logging.getLogger("datastates")
 
@@ -25,7 +25,7 @@ def wait_for(token: str) -> None:
     Megatron calls this in a process that it forked or spawned. An error would stop a persistent worker, for which all
     ranks would then wait forever. Megatron does not notice an error in a forked process.
     """
-    with contextlib.suppress(OSError), files.opened(token, os.O_RDONLY) as fd:
+    with contextlib.suppress(OSError), opened(token, os.O_RDONLY) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH)
 
 
@@ -37,11 +37,11 @@ def token(snapshot: Snapshot) -> str:
     try:
         made, name = tempfile.mkstemp(prefix="datastates-save-")
         os.close(made)
-        lock = files.opened(name, os.O_RDWR)  # which forked children close
+        lock = opened(name, os.O_RDWR)  # which forked children close
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
         return ""
-    locks.try_lock(lock.fileno())
 
     def free() -> None:
         course_of(snapshot).wait_ended()

@@ -1,6 +1,6 @@
 """Named fault points of the Python code, for tests.
 
-A fault point stands before the step that it breaks. ``DATASTATES_FAULTS="manifest.rename=kill;write=fail:28@3"`` arms
+A fault point stands before the step that it breaks. ``DATASTATES_FAULTS="store.rename=kill;write=fail:28@3"`` arms
 points at import, each as ``point=action[:value][@nth]``. The actions are ``kill`` (SIGKILL to this process), ``stop``
 (SIGSTOP; it goes on after SIGCONT) and ``fail:ERRNO`` (an :class:`OSError`). The native core lacks ``stop``, and also
 knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A point without a dot belongs to it;
@@ -53,6 +53,11 @@ def arm(fault: Fault) -> None:
         )
     _armed[fault.point] = fault
     _hits[fault.point] = 0
+
+
+def is_armed() -> bool:
+    """Whether any point of the Python code is armed."""
+    return bool(_armed)
 
 
 def clear() -> None:

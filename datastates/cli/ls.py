@@ -12,6 +12,7 @@ from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest, retention
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
+from datastates.storage import store_of
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -22,11 +23,11 @@ def ls(arguments: argparse.Namespace) -> int:
     left: list[str] = []
     foreign: list[str] = []
     others: dict[str, str] = {}
-    if kind is own and path.is_dir():
+    if kind is own and store_of(path).is_folder(path):
         found = [_describe(path)]
     elif kind is not None:
         others = {path.name or str(path): kind.NAME}
-    elif path.is_dir():
+    elif store_of(path).is_folder(path):
         by_age = newest.by_age(path)
         for age, (step, one) in enumerate(by_age.items()):
             later = next((other for other in list(by_age)[age + 1 :] if other < step), None)

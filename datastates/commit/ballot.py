@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base import files
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, directories, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
@@ -31,6 +30,7 @@ from datastates.errors import (
 from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.together import is_told
 from datastates.ranks.world import World
+from datastates.storage import store_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +233,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
     paths = [pending.directory / vote.file for vote in votes.values()]
-    for (rank, vote), path, found in zip(votes.items(), paths, files.lengths(paths), strict=True):
+    for (rank, vote), path, found in zip(votes.items(), paths, store_of(pending.directory).lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
@@ -247,7 +247,7 @@ def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifes
     except (CommitError, catalog.ConflictError):
         _refuse_conflict(votes, pending)
         raise
-    files.write_file(pending.file(catalog.FILE), encoded)
+    store_of(pending.directory).create(pending.file(catalog.FILE), encoded)
     return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
 
 

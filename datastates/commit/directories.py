@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-from datastates._base import files
 from datastates.commit import manifest
 from datastates.errors import CheckpointNotFoundError, FormatError
+from datastates.storage import store_of
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
@@ -33,8 +32,7 @@ def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
     ``in_flight``: count revisions that are still being written, too.
     """
     name = step_name(step)
-    with files.syscall("list", root):
-        entries = [e for e in _names(root) if e.startswith(name)]
+    entries = [e for e in store_of(root).names(root) if e.startswith(name)]
     names = (m[1] if (m := PARTIAL.match(e)) and in_flight else e for e in entries)
     taken = [int(m[2] or 0) for m in map(STEP.match, names) if m and int(m[1]) == step]
     return root / (f"{name}.r{1 + max(taken)}" if taken else name)
@@ -47,33 +45,30 @@ def step_name(step: int) -> str:
 
 def is_root(path: Path) -> bool:
     """Whether a path is a directory with a committed checkpoint in it."""
-    return any(manifest.stat(e) is not None for e in steps(path))
+    return any(manifest.look(e) is not None for e in steps(path))
 
 
 def without_manifest(root: Path) -> list[Path]:
     """Directories, and links to anything, with the name of a checkpoint, but without a manifest."""
-    with files.syscall("list", root):
-        named = [root / name for name in sorted(_names(root)) if STEP.match(name)]
-        return [e for e in named if (e.is_symlink() and not e.is_dir()) or (e.is_dir() and manifest.stat(e) is None)]
+    store = store_of(root)
+
+    def has_none(entry: Path) -> bool:
+        return manifest.look(entry) is None if store.is_folder(entry) else store.is_link(entry)
+
+    return [e for name in sorted(store.names(root)) if STEP.match(name) and has_none(e := root / name)]
 
 
 def steps(root: Path) -> list[Path]:
     """The directories with the name of a checkpoint, sorted. A link is one where it leads to a directory."""
-    with files.syscall("list", root):
-        return [e for name in sorted(_names(root)) if STEP.match(name) and (e := root / name).is_dir()]
+    store = store_of(root)
+    return [e for name in sorted(store.names(root)) if STEP.match(name) and store.is_folder(e := root / name)]
 
 
 def entries(root: Path) -> list[Path]:
     """The directories that are in a directory itself, sorted; links are none."""
-    with files.syscall("list", root):
-        return sorted(e for e in map(root.joinpath, _names(root)) if e.is_dir() and not e.is_symlink())
-
-
-def _names(root: Path) -> list[str]:
-    try:
-        return os.listdir(root)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    store = store_of(root)
+    every = ((root / name, store.look(root / name, follow=False)) for name in sorted(store.names(root)))
+    return [path for path, found in every if found is not None and found.kind == "folder"]
 
 
 def of_attempt(target: Path, attempt: str) -> Path | None:

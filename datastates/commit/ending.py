@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from datastates._base import files
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
+from datastates.storage import store_of
 
 Identity = dict[str, int | str]
 
@@ -94,7 +94,7 @@ class CheckpointEnding:
             self._retain()
 
         if self._pending.shared:
-            files.sync_directory(self._pending.directory)  # rank 0 commits this rank's file by its name
+            store_of(self.path).sync_folder(self._pending.directory)  # rank 0 commits this rank's file by its name
         self._voted = True
         path = self._ballot.cast(vote, self._pending, self._target, retain)
         self._pending.close()
@@ -135,7 +135,7 @@ class FileEnding:
         """Remove the file if this snapshot created it."""
         if made:
             with contextlib.suppress(OSError):  # the writer's error is reported instead
-                self.path.unlink()
+                store_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The error itself."""

@@ -28,19 +28,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from datastates._base import files
-from datastates._base.files import storage_errors
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.errors import FencedError, StorageError
+from datastates.storage import Store, store_of
+from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
 
 FOLDER = ".openings"
 _RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
-_STAGE = "opening"
-"""The first part of the names of fault points."""
+_MOST = 1 << 16
+"""Most bytes of a file in the folder, and of the lock file of a partial directory."""
+
+
+def _store(root: Path) -> Store:
+    return store_of(root, "opening")
 
 
 class _Record(NamedTuple):
@@ -53,14 +57,7 @@ class _Record(NamedTuple):
 
 def _records(root: Path) -> list[_Record]:
     """The files in the folder, the lowest number first."""
-    try:
-        with storage_errors("list", root / FOLDER):
-            names = os.listdir(root / FOLDER)
-    except StorageError as error:
-        if error.errno in (*files.ABSENT, errno.ENOTDIR):
-            return []
-        raise
-    found = filter(None, map(_RECORD.match, names))
+    found = filter(None, map(_RECORD.match, _store(root).names(root / FOLDER)))
     return sorted(_Record(int(m[2]), m[1], root / FOLDER / m[0]) for m in found)
 
 
@@ -169,15 +166,15 @@ class Opening:
             records = _records(self.root)
             if all(record.number == self._number for record in records):
                 for record in records:
-                    record.path.unlink()
-                (self.root / FOLDER).rmdir()
+                    _store(self.root).remove(record.path)
+                _store(self.root).remove_empty(self.root / FOLDER)
 
     def _write_down_saving(self) -> None:
         folder = self.root / FOLDER
         _make(folder)
         with _ignoring(errno.EEXIST):  # an interrupted call may have made it
-            files.write_file(folder / f"saving-{self._number}", _identity(self._owner), stage=_STAGE)
-        _sync(folder)
+            _store(folder).create(folder / f"saving-{self._number}", _identity(self._owner))
+        _store(folder).sync_folder(folder)
         _forget_lower(self.root)
 
     def _stop_older(self) -> None:
@@ -186,12 +183,12 @@ class Opening:
         for entry in entries(self.root):
             if (m := PARTIAL.match(entry.name)) and STEP.match(m[1]) and self._is_older(entry):
                 left = entry.with_name(f"{m[1]}.partial-{secrets.token_hex(4)}")
-                with _ignoring(*files.ABSENT), files.syscall("rename", entry, stage=_STAGE):
-                    os.rename(entry, left)
+                with _ignoring(*ABSENT):
+                    _store(self.root).rename(entry, left)
                     stopped = True
                     _log.warning("an older run can no longer commit %s, which is now %s", entry, left.name)
         if stopped:
-            _sync(self.root)
+            _store(self.root).sync_folder(self.root)
 
     def _is_older(self, partial: Path) -> bool:
         """Whether an older opening of another process writes into a partial directory.
@@ -199,12 +196,12 @@ class Opening:
         One without a number has yet to be marked, and its process to look whether it is fenced.
         """
         try:
-            with storage_errors("read", partial):
-                number, _, owner = (partial / manifest.LOCK).read_bytes().decode().strip().partition(" ")
+            mark = _store(partial).read_all(partial / manifest.LOCK, _MOST)
         except StorageError as error:
-            if error.errno in files.ABSENT:
+            if error.errno in ABSENT:
                 return False
             raise
+        number, _, owner = mark.decode().strip().partition(" ")
         return number.isdecimal() and int(number) < self._number and owner != self._owner
 
 
@@ -234,7 +231,7 @@ def _identity(owner: str) -> bytes:
 def _told(path: Path) -> dict[str, object]:
     """The record in a file of the folder; nothing if it was cut short when its machine went down, or is gone."""
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(path.read_bytes())
+        told = json.loads(_store(path).read_all(path, _MOST))
         if isinstance(told, dict):
             return told
     return {}
@@ -248,8 +245,8 @@ def _numbered(root: Path, owner: str) -> int:
         # another process took that number, or deleted the folder when it closed
         with _ignoring(errno.EEXIST, errno.ENOENT):
             _make(folder)
-            files.write_file(folder / f"opened-{number}", _identity(owner), stage=_STAGE)
-            _sync(folder)
+            _store(folder).create(folder / f"opened-{number}", _identity(owner))
+            _store(folder).sync_folder(folder)
             # a process that was stopped since it looked may have taken a number that was given before
             if _records(root)[-1].number == number:
                 _forget_lower(root)
@@ -258,22 +255,15 @@ def _numbered(root: Path, owner: str) -> int:
 
 def _make(folder: Path) -> None:
     """Make the folder, if it is not there."""
-    with files.syscall("mkdir", folder, stage=_STAGE):
-        folder.mkdir(exist_ok=True)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    with files.syscall("sync_directory", path, stage=_STAGE), files.opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-        os.fsync(fd)
+    _store(folder).add_folder(folder, exist_ok=True)
+    _store(folder).sync_folder(folder.parent)
 
 
 def _forget_lower(root: Path) -> None:
     """Delete the files of lower numbers, which tell nothing any more. The highest of each kind stays."""
     for kind in ("opened", "saving"):
         for record in [record for record in _records(root) if record.kind == kind][:-1]:
-            with _ignoring(*files.ABSENT), storage_errors("remove", record.path):
-                record.path.unlink()
+            _store(root).remove(record.path, missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from datastates._base import files
 from datastates.commit import manifest, newest
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
+from datastates.storage import store_of
 
 
 def problem(path: Path) -> str | None:
@@ -17,7 +17,7 @@ def problem(path: Path) -> str | None:
     try:
         opened = manifest.open(path)
         entries = [one for one in (*opened.containers, opened.catalog) if one is not None]
-        lengths = files.lengths([path / one.file for one in entries])
+        lengths = store_of(path).lengths([path / one.file for one in entries])
     except (DatastatesError, OSError) as error:
         return str(error)
     wrong = [

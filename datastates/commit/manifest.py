@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import os
 import secrets
-import shutil
 import time
 import zlib
 from collections.abc import Callable
@@ -23,9 +20,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from datastates._base import files, locks
 from datastates._base.paths import stem_of_partial
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.storage import Entry, Lock, store_of
 
 FILE = "manifest.json"
 LOCK = ".lock"
@@ -113,7 +110,7 @@ def has_step(container: Path, rank: int) -> bool:
 
     Others, such as those in the checkpoints of frameworks, have no step: 0 stands for it in their index.
     """
-    return container.name == container_name(rank) or (container.parent / FILE).exists()
+    return container.name == container_name(rank) or store_of(container).exists(container.parent / FILE)
 
 
 def now() -> str:
@@ -183,7 +180,7 @@ class Pending:
         self.files: list[Path] = []
         self._mark = mark
         self._is_ours = True
-        self._lock: files.Descriptor | None = None  # shows other processes that the writer lives
+        self._lock: Lock | None = None  # shows other processes that the writer lives
 
     def file(self, name: str) -> Path:
         """The path for a new file of this process."""
@@ -191,19 +188,18 @@ class Pending:
         return self.files[-1]
 
     def make(self, *, again: bool) -> None:
-        """Make the directory, for the first time or ``again``. Raises OSError."""
+        """Make the directory, for the first time or ``again``. Raises StorageError."""
         try:
-            self.directory.mkdir(exist_ok=self.shared or again)
-        except FileExistsError:
-            self._is_ours = False
+            store_of(self.directory).add_folder(self.directory, exist_ok=self.shared or again)
+        except StorageError as error:
+            self._is_ours = error.errno != errno.EEXIST
             raise
 
     def lock(self) -> bool:
-        """Lock the directory, which is there; False if it is being deleted. Raises OSError."""
+        """Lock the directory, which is there; False if it is being deleted. Raises StorageError."""
         path = self.directory / LOCK
-        lock = files.opened(path, os.O_RDWR | os.O_CREAT)
-        os.pwrite(lock.fileno(), self._mark, 0)
-        if locks.try_lock(lock.fileno(), fcntl.LOCK_SH) is False or not locks.is_open(lock.fileno(), path):
+        lock = store_of(path).open_lock(path, create=self._mark)
+        if lock.hold(shared=True) is False or not lock.is_at(path):
             return False
         self._lock = lock
         return True
@@ -216,7 +212,7 @@ class Pending:
     def remove(self) -> None:
         """Delete the directory with all that is in it, as far as possible, and release the lock."""
         if self._is_ours:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            store_of(self.directory).remove_tree(self.directory, tolerant=True)
         self.close()
 
 
@@ -226,19 +222,18 @@ def begin(pending: Pending) -> Pending:
     Raises:
         StorageError: The directory could not be made. Abandon ``pending``, as after every exception.
     """
-    files.make_directory(pending.target.parent)
+    root = pending.target.parent
+    store_of(root).make_folder(root)
     again = False
     while True:
-        with files.syscall("mkdir", pending.directory):
-            pending.make(again=again)
+        pending.make(again=again)
         again = True
         try:
-            with files.syscall("lock", pending.directory):
-                if pending.lock():
-                    return pending
+            if pending.lock():
+                return pending
         except StorageError as error:
             # another process took the directory for debris before it was locked
-            if error.errno != errno.ENOENT or not pending.target.parent.is_dir():
+            if error.errno != errno.ENOENT or not store_of(root).is_folder(root):
                 raise
         time.sleep(0.001)  # until the other process has deleted it
 
@@ -252,25 +247,24 @@ def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> 
     Raises:
         StorageError: The commit failed; the checkpoint is not committed.
     """
-    files.write_file(pending.file(FILE), encode(manifest))
+    store_of(pending.directory).create(pending.file(FILE), encode(manifest))
     return publish(pending, target)
 
 
 def publish(pending: Pending, target: Callable[[], Path]) -> Path:
     """Give the pending directory its name; arguments, result and errors are those of :func:`commit`."""
-    files.sync_directory(pending.directory)
-    with files.storage_errors("stat", pending.directory):
-        made = os.stat(pending.directory)
+    store = store_of(pending.directory)
+    store.sync_folder(pending.directory)
+    made = store.look(pending.directory)
     path = _rename(pending.directory, target)
     try:
         # not earlier: a partial directory without the lock file counts as abandoned
-        with files.syscall("unlock", path):
-            (path / LOCK).unlink()
-        files.sync_directory(path.parent)
+        store.remove(path / LOCK, operation="unlock")
+        store.sync_folder(path.parent)
     except StorageError:
         with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint, and touch no other one
-            if os.path.samestat(made, os.stat(path)):
-                os.rename(path, pending.directory)
+            if made is not None and (found := store.look(path)) is not None and found.place == made.place:
+                store.rename(path, pending.directory)
         raise
     pending.close()
     return path
@@ -280,8 +274,7 @@ def _rename(directory: Path, target: Callable[[], Path]) -> Path:
     path = target()
     while True:
         try:
-            with files.syscall("rename", path):
-                os.rename(directory, path)
+            store_of(directory).rename(directory, path)
             return path
         except StorageError as error:
             taken, path = path, target()
@@ -294,25 +287,20 @@ def abandon(pending: Pending) -> None:
     if not pending.shared:
         pending.remove()
         return
+    store = store_of(pending.directory)
     for path in pending.files:
         with contextlib.suppress(OSError):
-            path.unlink()
+            store.remove(path)
     pending.close()
     # other ranks may still be writing, or about to begin: the last one to give up removes the directory
-    with contextlib.suppress(OSError), files.opened(pending.directory / LOCK, os.O_RDWR) as lock:
-        if locks.try_lock(lock) is not False and os.listdir(pending.directory) == [LOCK]:
-            shutil.rmtree(pending.directory, ignore_errors=True)
+    with contextlib.suppress(OSError), store.open_lock(pending.directory / LOCK) as lock:
+        if lock.hold() is not False and store.names(pending.directory) == [LOCK]:
+            store.remove_tree(pending.directory, tolerant=True)
 
 
-def stat(path: Path) -> os.stat_result | None:
-    """The stat of a checkpoint's manifest; None if it has none, and so is no checkpoint."""
-    file = path / FILE
-    try:
-        return os.stat(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:  # an unreadable manifest must not count as an absent one
-        raise StorageError(error.errno or 0, "stat", str(file)) from error
+def look(path: Path) -> Entry | None:
+    """Look at a checkpoint's manifest; None if it has none, and so is no checkpoint. Raises StorageError."""
+    return store_of(path).look(path / FILE)
 
 
 def open(path: Path) -> Manifest:
@@ -325,11 +313,10 @@ def open(path: Path) -> Manifest:
     """
     file = path / FILE
     try:
-        with files.syscall("read", file), files.open_file(file) as fd:
-            if (nbytes := os.fstat(fd).st_size) > _MAX_NBYTES:
-                raise FormatError(f"{file}: too long for a manifest")
-            data = b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
+        data = store_of(file).read_all(file, _MAX_NBYTES)
     except StorageError as error:
+        if error.errno == errno.EFBIG:
+            raise FormatError(f"{file}: too long for a manifest") from None
         refuse_missing(path, error)
         raise
     return decode(data, str(file))
@@ -337,5 +324,5 @@ def open(path: Path) -> Manifest:
 
 def refuse_missing(path: Path, error: StorageError) -> None:
     """Raise CheckpointNotFoundError if ``error`` means that ``path`` has no manifest."""
-    if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
         raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {FILE}") from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import STEP, steps, without_manifest
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.storage import store_of
 
 _log = logging.getLogger("datastates")
 _NAMED = 8
@@ -30,7 +30,7 @@ def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> 
         CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
         StorageError: With ``certain``, the newest cannot be told.
     """
-    if manifest.stat(path) is not None:
+    if manifest.look(path) is not None:
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
@@ -43,8 +43,8 @@ def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> 
 def _warn_of_links(root: Path) -> None:
     """Warn of links with the name of a checkpoint that lead to none, as where a storage is not mounted."""
     for entry in without_manifest(root):
-        if entry.is_symlink():
-            _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, os.readlink(entry))
+        if (store := store_of(entry)).is_link(entry):
+            _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
 
 
 def find(path: Path, step: int | None = None) -> Path:
@@ -60,7 +60,7 @@ def find(path: Path, step: int | None = None) -> Path:
 
 def refuse_absence(path: Path, step: int | None) -> NoReturn:
     """Raise CheckpointNotFoundError for ``path``, or for a step in it. The message says what is there."""
-    if path.is_file():
+    if store_of(path).is_file(path):
         raise CheckpointNotFoundError(
             f"{path} is a file, and no checkpoint of another format: give the directory of the checkpoint it belongs to"
         )
@@ -70,7 +70,7 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
 
 def _what_is_there(path: Path) -> str:
     """The checkpoints that a directory has instead of the wanted one, to end a message."""
-    if not path.exists():
+    if not store_of(path).exists(path):
         return ", which does not exist"
     if every := list(committed(path)):
         some = ", ".join(map(str, every[-_NAMED:]))
@@ -107,8 +107,8 @@ def by_certain_age(root: Path, step: int | None = None) -> dict[int, Path]:
     every = by_age(root)
     while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
-            if (stat := manifest.stat(newest)) is not None:
-                _sequence(newest, _identity(stat))  # cached, unless it could not be read before
+            if (found := manifest.look(newest)) is not None:
+                _sequence(newest, found.version)  # cached, unless it could not be read before
         every = by_age(root)
         if choose() == newest:
             break
@@ -156,11 +156,13 @@ def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
     """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest cannot be read."""
     found = []
     for entry in steps(root):
-        if (match := STEP.match(entry.name)) and (stat := manifest.stat(entry)) is not None:
-            with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
-                changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock
+        if (match := STEP.match(entry.name)) and (file := manifest.look(entry)) is not None:
+            with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
+                if (folder := store_of(entry).look(entry)) is None:
+                    continue
+                changed = folder.changed  # the commit made the last change: it unlinked the lock
                 try:
-                    sequence = _sequence(entry, _identity(stat))
+                    sequence = _sequence(entry, file.version)
                 except StorageError:
                     if certain:
                         raise
@@ -169,14 +171,10 @@ def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
     return found
 
 
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
 @functools.lru_cache(maxsize=1 << 16)
-def _sequence(path: Path, identity: tuple[int, ...]) -> int | None:
-    """The sequence number in a manifest. Cached while ``identity``, the file's stat, stays the same."""
-    del identity
+def _sequence(path: Path, version: tuple[int, ...]) -> int | None:
+    """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
+    del version
     try:
         return manifest.open(path).sequence or 0
     except FormatError:

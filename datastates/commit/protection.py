@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from datastates._base import files, locks
 from datastates.commit import manifest
 from datastates.commit.newest import find
 from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.storage import store_of
 
 
 @contextlib.contextmanager
@@ -21,13 +20,12 @@ def reading(path: Path) -> Iterator[None]:
         CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
     """
     try:
-        with files.syscall("open", path / manifest.FILE):
-            file = files.open_file(path / manifest.FILE)
+        file = store_of(path).open_lock(path / manifest.FILE, write=False)
     except StorageError as error:
         manifest.refuse_missing(path, error)
         raise
-    with file as fd:
-        if locks.try_lock(fd, fcntl.LOCK_SH) is False or not locks.is_open(fd, path / manifest.FILE):
+    with file:
+        if file.hold(shared=True) is False or not file.is_at(path / manifest.FILE):
             raise CheckpointNotFoundError(f"{path} is being deleted")
         yield
 
@@ -50,7 +48,7 @@ def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path 
 @contextlib.contextmanager
 def kept(path: Path, step: int | None = None) -> Iterator[Path]:
     """``path`` if it is a file, else what :func:`find` returns, kept from deletion as by :func:`reading`."""
-    if path.is_file():
+    if store_of(path).is_file(path):
         yield path
         return
     with contextlib.ExitStack() as reader:

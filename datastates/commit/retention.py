@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from datastates._base import files, locks
 from datastates._base.paths import stem_of_partial
 from datastates.commit import fence, health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.commit.newest import in_order
 from datastates.errors import FencedError, StorageError
+from datastates.storage import store_of
+from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
 
 
 def _newest_first(root: Path) -> list[tuple[int, Path]]:
     """Step and path of each committed checkpoint that lies in ``root`` itself. What a link leads to is not ours."""
-    return [(step, path) for step, path in reversed(in_order(root, certain=True)) if not path.is_symlink()]
+    return [(step, path) for step, path in reversed(in_order(root, certain=True)) if not store_of(path).is_link(path)]
 
 
 def superseded(root: Path) -> list[Path]:
@@ -122,19 +122,20 @@ def is_live(entry: Path) -> bool:
 @contextlib.contextmanager
 def _unlocked(entry: Path) -> Iterator[bool]:
     """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
+    store, path = store_of(entry), entry / manifest.LOCK
     try:
         try:
-            lock = files.opened(entry / manifest.LOCK, os.O_RDWR)
-        except PermissionError:  # another user's; a lock on NFS alone needs to write
-            lock = files.opened(entry / manifest.LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        yield True  # its process died before locking it, or during a commit or a deletion
+            lock = store.open_lock(path)
+        except StorageError as error:  # another user's; a lock on NFS alone needs to write
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            lock = store.open_lock(path, write=False)
+    except StorageError as error:
+        # absent: its process died before locking it, or during a commit or a deletion; else it may be held
+        yield error.errno == errno.ENOENT
         return
-    except OSError:
-        yield False  # it may be held
-        return
-    with lock as fd:
-        yield locks.try_lock(fd) is True
+    with lock:
+        yield lock.hold() is True
 
 
 def remove(path: Path) -> bool:
@@ -147,45 +148,40 @@ def remove(path: Path) -> bool:
         StorageError: It cannot be deleted. It is no error if it is already gone.
         FencedError: A newer run saves in the directory; nothing is deleted.
     """
-    left = manifest.partial(path, secrets.token_hex(4))
+    left, store = manifest.partial(path, secrets.token_hex(4)), store_of(path)
     try:
-        with files.syscall("open", path / manifest.FILE):
-            file = files.open_file(path / manifest.FILE)
-        with file as fd:
-            if locks.try_lock(fd) is False:
+        with store.open_lock(path / manifest.FILE, write=False) as file:
+            if file.hold() is False:
                 return False
             fence.refuse_in(path.parent)  # not earlier: a newer run may have used the name again
             try:
-                with files.syscall("rename", path):
-                    os.rename(path, left)
+                store.rename(path, left)
             except StorageError as error:
                 if error.errno != errno.EXDEV:
                     raise
                 left = _without_manifest(path)
             else:
-                if not locks.is_open(fd, left / manifest.FILE):  # it has done so since
-                    with files.syscall("rename", path):
-                        os.rename(left, path)
+                if not file.is_at(left / manifest.FILE):  # it has done so since
+                    store.rename(left, path)
                     return True
     except StorageError as error:
-        if error.errno in files.ABSENT:  # another process has deleted it
+        if error.errno in ABSENT:  # another process has deleted it
             return True
         raise
-    files.sync_directory(path.parent)
+    store.sync_folder(path.parent)
     clear(left)
     return True
 
 
 def _without_manifest(path: Path) -> Path:
     """Undo a commit where a directory cannot be renamed: overlayfs renames none of a lower layer."""
-    with files.syscall("remove", path / manifest.FILE):
-        (path / manifest.FILE).unlink()
-    files.sync_directory(path)
+    store_of(path).remove(path / manifest.FILE)
+    store_of(path).sync_folder(path)
     return path
 
 
 def clear(left: Path) -> None:
     """Delete debris, unless a process holds its lock by now."""
-    with _unlocked(left) as unlocked, files.syscall("remove", left):
+    with _unlocked(left) as unlocked:
         if unlocked:
-            files.remove_folder(left)
+            store_of(left).remove_tree(left)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from datastates._base import files, locks
 from datastates.commit import fence
 from datastates.commit.newest import numbered
+from datastates.errors import StorageError
 from datastates.ranks.polling import slowest, until
+from datastates.storage import Lock, store_of
 
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
@@ -37,18 +38,19 @@ def next_alone(root: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
     """Keep others that commit in a directory waiting until the block ends, if the file system has locks."""
-    with files.storage_errors("lock", root):
-        file = _opened(root)
-    with file as lock:
-        until(lambda: locks.try_lock(lock) is not False or None, time.monotonic() + _PATIENCE, slowest(1))
+    with _opened(root) as lock:
+        until(lambda: lock.hold() is not False or None, time.monotonic() + _PATIENCE, slowest(1))
         yield
 
 
-def _opened(root: Path) -> files.Descriptor:
+def _opened(root: Path) -> Lock:
     while (path := fence.lock_file(root)) != root:
-        with contextlib.suppress(FileNotFoundError):  # a newer opening has just taken its place
-            return files.opened(path, os.O_RDWR)  # NFS locks only what can be written
-    return files.opened(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return store_of(path).open_lock(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # else a newer opening has just taken its place
+                raise
+    return store_of(root).open_lock(root, write=False)
 
 
 class Order:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import U64
-from datastates._base.files import length, read_bytes, will_need
 from datastates._base.sizes import CHUNK
 from datastates._base.tasks import each
 from datastates.container import archive, checksums, pickle_reader, pickle_writer
@@ -25,6 +24,8 @@ from datastates.planning import read
 from datastates.planning.plans import Chunks
 from datastates.state.shards import StoredArray, full_key
 from datastates.state.strides import span
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 _READ_AT_ONCE = 16
 """Indexes to read at a time: each waits for one read of some ten KiB."""
@@ -104,7 +105,7 @@ class Container:
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Read the opcodes of an object; raises CorruptError where they do not match their checksum."""
-        data = read_bytes(self.path)(stored.offset, stored.nbytes)
+        data = store_of(self.path).read(self.path, stored.offset, stored.nbytes)
         if checksums.crc32(data) != stored.crc:
             raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
         return data
@@ -117,7 +118,9 @@ class Container:
         first = row.offset // CHUNK
         begin = first * CHUNK
         end = min(-(-(row.offset + nbytes) // CHUNK) * CHUNK, int(index.records.nbytes[row.record]))
-        data = memoryview(read_bytes(self.path)(int(index.records.data_offset[row.record]) + begin, end - begin))
+        data = memoryview(
+            store_of(self.path).read(self.path, int(index.records.data_offset[row.record]) + begin, end - begin)
+        )
         crcs = index.chunk_crc[int(index.first_chunk[row.record]) + first :]
         for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
             if checksums.crc32(data[at : at + CHUNK]) != crc:
@@ -147,9 +150,9 @@ class EncodedIndex:
 
 def read_index(path: Path) -> EncodedIndex:
     """Read what a container is opened by; raises as :func:`open_container` does."""
-    nbytes = length(path)
+    nbytes = store_of(path).length(path)
     with _naming(path):
-        return EncodedIndex(path, nbytes, *archive.read_index(read_bytes(path), nbytes))
+        return EncodedIndex(path, nbytes, *archive.read_index(reader(path), nbytes))
 
 
 def _decoded(read: EncodedIndex) -> Container:
@@ -186,7 +189,7 @@ class Named:
 def will_open(named: Iterable[Named]) -> None:
     """Ask the system for the indexes of containers, before it is asked for data that they would have to wait for."""
     for one in named:
-        will_need(one.path, max(0, one.nbytes - archive.GUESS), archive.GUESS)
+        store_of(one.path).will_need(one.path, max(0, one.nbytes - archive.GUESS), archive.GUESS)
 
 
 def open_each(named: Sequence[Named]) -> list[Container | None]:

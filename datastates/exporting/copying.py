@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import math
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base import files
 from datastates._base.columns import U32
 from datastates._base.sizes import PAGE
 from datastates._base.tasks import Task
@@ -24,7 +20,7 @@ from datastates._base.workers import Workers
 from datastates.container import checksums
 from datastates.container.named_tensor import Tensor
 from datastates.container.table import Row
-from datastates.errors import CorruptError, StorageError
+from datastates.errors import CorruptError
 from datastates.executor.executor import Executor
 from datastates.exporting.frame import File
 from datastates.exporting.sharing import Sharing, Stretch, stretch_of
@@ -33,13 +29,12 @@ from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef
+from datastates.storage import Writer, store_of
 
 BUFFERS = 3
 """Windows of a file that are under way at once: one is read, one is checked, one is written."""
 ALIGNMENT = 16
 """Alignment in bytes of elements before a cast."""
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
-"""What file systems report that open a file for direct I/O and refuse the transfer. The native core knows the same."""
 MOST_MEMORY = 48 << 20
 """Bytes of all windows that are under way, with what is cast for them."""
 
@@ -162,7 +157,7 @@ class Copier:
         # CRC-32 of each tensor as far as it was read: as stored, and as written (of what is cast, where files have it)
         sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
-            _opened(path, direct=self._direct_io) as fd,
+            contextlib.closing(store_of(path).writer(path, direct=self._direct_io)) as target,
             contextlib.ExitStack() as at_end,
         ):
 
@@ -175,7 +170,7 @@ class Copier:
                 for reads in reading:
                     reads.close()
 
-            sharing = Sharing(fd)
+            sharing = Sharing(target)
 
             def begin(number: int) -> _Window:
                 if number >= BUFFERS:
@@ -192,18 +187,16 @@ class Copier:
                     upcoming = begin(number + 1)
                 window.reads.finish()
                 self._check(file, window, sums)
-                written.append(Task(partial(self._write, fd, path, window, sharing)))
+                written.append(Task(partial(self._write, target, window, sharing)))
                 writer.put(written[-1])
             for done in written:
                 done.result()
-            with files.syscall("truncate", path):
-                os.ftruncate(fd, plan.end)
+            target.cut(plan.end)
             if file.tail_nbytes:
-                _write_through_cache(fd)  # the tail begins on any byte
-                _write(fd, path, np.frombuffer(file.encode_tail(sums[1]), np.uint8), plan.end)
+                target.write_unaligned()  # the tail begins on any byte
+                target.write(np.frombuffer(file.encode_tail(sums[1]), np.uint8), plan.end)
                 self._progress(file.tail_nbytes)
-            with files.syscall("sync", path):
-                os.fsync(fd)
+            target.sync()
 
     def _stored_type(self, tensor: Tensor) -> str:
         return pickled(self._origins[tensor.key].row.dtype).name
@@ -265,29 +258,13 @@ class Copier:
         places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
         window.bytes[places] = as_written[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
-    def _write(self, fd: int, path: Path, window: _Window, sharing: Sharing) -> None:
+    def _write(self, target: Writer, window: _Window, sharing: Sharing) -> None:
         """Write what of a window cannot share its blocks with the checkpoint."""
         data, at = window.bytes, 0
         for begin, end in [*sharing.share(window.stretches), (window.offset + len(data),) * 2]:
-            _write(fd, path, data[at : begin - window.offset], window.offset + at)
+            target.write(data[at : begin - window.offset], window.offset + at)
             at = end - window.offset
         self._progress(window.nbytes)
-
-
-def _write(fd: int, path: Path, data: Any, offset: int) -> None:
-    at = 0
-    while at < len(data):
-        with files.syscall("write", path):
-            try:
-                count = os.pwrite(fd, data[at:], offset + at)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT_IO or not _is_direct(fd):
-                    raise
-                _write_through_cache(fd)
-                continue
-        if not count:
-            raise StorageError(errno.ENOSPC, "write", str(path))
-        at += count
 
 
 def _growth(types: Sequence[tuple[str, str]]) -> tuple[float, int]:
@@ -316,24 +293,3 @@ def _as_bytes(array: Any) -> Any:
 
         return array.reshape(-1).view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8)
-
-
-def _is_direct(fd: int) -> bool:
-    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def _write_through_cache(fd: int) -> None:
-    """Write through the page cache from now on."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, *, direct: bool) -> Iterator[int]:
-    """Open a new file for writing, past the page cache if asked and if the file system can."""
-    with files.syscall("open", path):
-        file = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    if direct:
-        with contextlib.suppress(OSError):
-            file = files.opened(path, os.O_WRONLY | os.O_DIRECT)
-    with file as fd:
-        yield fd

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates._base import files
 from datastates.commit import manifest, retention
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
@@ -26,6 +24,7 @@ from datastates.reading.casting import FLOATS
 from datastates.reading.tensors import Tensors
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
+from datastates.storage import store_of
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
@@ -129,7 +128,7 @@ def export(
         for file in planned:
             copier.copy(pending.file(file.name), file)
         if len(planned) > 1:
-            files.write_file(pending.file(layout.INDEX), layout.index_of(planned))
+            store_of(target).create(pending.file(layout.INDEX), layout.index_of(planned))
         _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
@@ -175,7 +174,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 def _pending(place: Path) -> Iterator[manifest.Pending]:
     """A partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
     retention.sweep_beside(place)
-    missing = [folder for folder in place.parents if not folder.exists()]
+    missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)
         pending = manifest.Pending(place)
@@ -189,7 +188,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     """Remove those of folders, the deepest first, that are there and in which nothing is."""
     for folder in folders:
         with contextlib.suppress(OSError):
-            folder.rmdir()
+            store_of(folder).remove_empty(folder)
 
 
 def _publish(pending: manifest.Pending, target: Path) -> None:
@@ -212,15 +211,16 @@ def _move_out(pending: manifest.Pending, folder: Path) -> None:
 
     The last one is the index, where there are several.
     """
+    store = store_of(folder)
     moved: list[tuple[Path, Path]] = []
     try:
         for written in pending.files:
-            files.rename_new(written, folder / written.name)
+            store.rename_new(written, folder / written.name)
             moved.append((folder / written.name, written))
-        files.sync_directory(folder)
+        store.sync_folder(folder)
     except BaseException:
         for final, written in reversed(moved):
             with contextlib.suppress(OSError):  # a failed export must leave no target
-                os.rename(final, written)
+                store.rename(final, written)
         raise
     manifest.abandon(pending)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates._base.files import opened
 from datastates._base.sizes import PAGE
 from datastates.container.table import Row
 from datastates.reading.tensors import TensorFile
 from datastates.state.strides import is_row_major
+from datastates.storage import Writer
 
 SHORTEST = 1 << 20
 """Bytes from which on a stretch is shared. Sharing many short ones would make a file of many extents."""
-_FICLONERANGE = 0x4020940D
-_RANGE = struct.Struct("<qQQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +60,17 @@ def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> S
 
 
 class Sharing:
-    """Shares stretches with one file that is written, until the file system refuses."""
+    """Shares stretches with one file that is written, until the store refuses."""
 
-    def __init__(self, target: int) -> None:
-        """Take the file's descriptor."""
+    def __init__(self, target: Writer) -> None:
+        """Take the file."""
         self._target = target
         self._refused = False
 
     def share(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
         """Share stretches with the file; yields the ranges of it that are filled by that, ascending."""
         for one in sorted(stretches, key=lambda one: one.at):
+            self._refused = self._refused or not self._target.share(one.path, one.offset, one.nbytes, one.at)
             if self._refused:
                 return
-            # another file system, or one without reflinks; another failure comes again when the range is written
-            try:
-                with opened(one.path, os.O_RDONLY) as source:  # anew: those of all ranks, kept open, would be too many
-                    clone(source, one.offset, one.nbytes, self._target, one.at)
-            except OSError:
-                self._refused = True
-            else:
-                yield one.at, one.at + one.nbytes
-
-
-def clone(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
-    """Let a range of one file share its blocks with another file; raises OSError if the file system cannot."""
-    fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, nbytes, at))
+            yield one.at, one.at + one.nbytes

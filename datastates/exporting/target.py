@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
 from datastates.commit.directories import PARTIAL
+from datastates.storage import store_of
 
 SAFETENSORS = ".safetensors"
 """The end of the name of a single safetensors file."""
@@ -32,7 +32,7 @@ def place_of_partial(target: Path) -> Path:
 
     A folder that is there keeps its mode, its owner and whatever stands in it or is mounted on it. A link is followed.
     """
-    return target / INSIDE if target.is_dir() and not is_file(target) else target
+    return target / INSIDE if store_of(target).is_folder(target) and not is_file(target) else target
 
 
 def refuse_existing(target: Path) -> None:
@@ -40,9 +40,10 @@ def refuse_existing(target: Path) -> None:
 
     What other exports are writing into a folder, or have left there, does not count: it is not there under its names.
     """
-    if target.is_dir() and not is_file(target):
-        if all((match := PARTIAL.match(one.name)) and match[1] == INSIDE for one in target.iterdir()):
+    store = store_of(target)
+    if store.is_folder(target) and not is_file(target):
+        if all((match := PARTIAL.match(name)) and match[1] == INSIDE for name in store.names(target)):
             return
         raise FileExistsError(errno.EEXIST, "the target of an export is not empty", str(target))
-    if os.path.lexists(target):
+    if store.exists(target, follow=False):
         raise FileExistsError(errno.EEXIST, "the target of an export exists", str(target))

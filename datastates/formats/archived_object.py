@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.files import read_bytes
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust
@@ -19,6 +18,8 @@ from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open
 from datastates.state import memory
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 
 class ArchivedObject:
@@ -39,7 +40,7 @@ class ArchivedObject:
 
     @cached_property
     def _archive(self) -> Archive:
-        read = read_bytes(self.path)
+        read = reader(self.path)
         archive = open_archive(lambda at, size: read(self.offset + at, size), self.nbytes, largest=self.nbytes)
         if archive is None or PICKLE not in archive.nbytes or not archive.is_little:
             raise FormatError("it is no object that torch.save wrote")
@@ -53,7 +54,7 @@ class ArchivedObject:
         """Whether both have the same bytes, which are read."""
         if not isinstance(other, ArchivedObject) or self.nbytes != other.nbytes:
             return False
-        one, two = (read_bytes(each.path)(each.offset, each.nbytes) for each in (self, other))
+        one, two = (store_of(each.path).read(each.path, each.offset, each.nbytes) for each in (self, other))
         return one == two
 
     def survey(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.container.pickle_reader import Trust
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
@@ -24,13 +23,15 @@ from datastates.formats.record_file import Record
 from datastates.state.new_memory import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 NAME = "a checkpoint of torch.distributed.checkpoint"
 
 
 def recognises(path: Path) -> bool:
     """Whether a folder has metadata."""
-    return path.is_dir() and (path / dcp_metadata.FILE).is_file()
+    return store_of(path).is_folder(path) and store_of(path).is_file(path / dcp_metadata.FILE)
 
 
 def open(path: Path) -> DcpCheckpoint:
@@ -89,7 +90,7 @@ class DcpFile(ForeignFile):
 
     def __init__(self, path: Path, chunks: Sequence[Chunk]) -> None:
         """Find the tensors in a file; raises as :func:`open` does."""
-        nbytes = length(path)
+        nbytes = store_of(path).length(path)
         for chunk in chunks:
             if not 0 <= chunk.offset <= chunk.offset + chunk.nbytes <= nbytes:
                 raise FormatError(f"{path} has {nbytes} bytes, and {chunk.key!r} ends after them: it was cut short")
@@ -99,7 +100,7 @@ class DcpFile(ForeignFile):
         places = {(chunk.offset, chunk.nbytes): chunk for chunk in chunks if chunk.dtype is not None}
         if len(places) + len(blobs) < len(chunks):
             raise FormatError(f"{path}: two tensors or objects are at one place")
-        for place, read in opened_ends(read_bytes(path), sorted(places)):
+        for place, read in opened_ends(reader(path), sorted(places)):
             chunk = places[place]
             try:
                 found = _found(path, chunk, read)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.container import pickle_policy, pickle_stand_ins
 from datastates.errors import FormatError
 from datastates.state import dtypes
+from datastates.storage import store_of
 
 FILE = ".metadata"
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
@@ -54,7 +54,7 @@ def read_chunks(folder: Path) -> list[Chunk]:
         StorageError: It cannot be read.
     """
     path = folder / FILE
-    data = read_bytes(path)(0, length(path))
+    data = store_of(path).read_all(path)
     try:
         metadata = pickle_stand_ins.read(data, _CLASSES, _constant)
         return _chunks(metadata)

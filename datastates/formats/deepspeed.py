@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, StorageError
 from datastates.formats.foreign import Foreign
@@ -22,6 +21,7 @@ from datastates.formats.torch_file import TorchFile
 from datastates.state import dtypes
 from datastates.state.flat_layout import FlatLayout, Slice
 from datastates.state.shards import Shard, StoredArray
+from datastates.storage import store_of
 
 NAME = "a checkpoint of DeepSpeed with ZeRO"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt\Z")
@@ -35,7 +35,7 @@ Place = tuple[TorchFile, StoredArray, Shard]
 
 def recognises(path: Path) -> bool:
     """Whether a folder has the optimizer's file of rank 0, or names a folder of that kind as its latest."""
-    return path.is_dir() and _folder(path) is not None
+    return store_of(path).is_folder(path) and _folder(path) is not None
 
 
 def open(path: Path) -> Foreign:
@@ -60,17 +60,18 @@ def _folder(path: Path) -> Path | None:
     """The folder of a tag; None if there is none."""
     if any(match[1] == "0" for match in map(_OPTIMIZER.match, _names(path)) if match):
         return path
-    if not (path / _LATEST).is_file():
+    if not (store := store_of(path)).is_file(path / _LATEST):
         return None
     try:
-        tag = read_bytes(path / _LATEST)(0, min(length(path / _LATEST), _MOST_TAG)).decode().strip()
+        tag = store.head(path / _LATEST, _MOST_TAG).decode().strip()
     except UnicodeDecodeError:
         return None
-    return _folder(path / tag) if tag and Path(tag).name == tag and tag != ".." and (path / tag).is_dir() else None
+    is_name = tag and Path(tag).name == tag and tag != ".."
+    return _folder(path / tag) if is_name and store.is_folder(path / tag) else None
 
 
 def _names(path: Path) -> list[str]:
-    return [one.name for one in path.iterdir()]
+    return store_of(path).names(path)
 
 
 def _open(folder: Path) -> Foreign:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from datastates._base.files import read_bytes
 from datastates.container import checksums
 from datastates.container.digests import plan_digests
 from datastates.container.object_entry import ObjectEntry
@@ -18,6 +17,7 @@ from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.state import dtypes
 from datastates.state.shards import Shard, StoredArray
 from datastates.state.strides import row_major, span
+from datastates.storage import store_of
 
 _LARGEST = 2**62
 """No size, in elements or bytes, reaches this."""
@@ -126,7 +126,7 @@ class ForeignFile(RecordFile):
         """Read the bytes from a row's first element to its last, and verify them if they are a record with a CRC."""
         record = self.records[row.record]
         nbytes = span(row.shape, row.stride) * row.dtype.itemsize
-        data = read_bytes(self.path)(record.offset + row.offset, nbytes)
+        data = store_of(self.path).read(self.path, record.offset + row.offset, nbytes)
         if record.crc is not None and nbytes == record.nbytes and checksums.crc32(data) != record.crc:
             raise self.corrupt(row.key)
         return memoryview(data)

@@ -13,6 +13,7 @@ from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
+from datastates.storage import store_of
 
 NAME = "a folder of Hugging Face weights"
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -24,7 +25,7 @@ _MOST_INDEX = 256 << 20
 
 def recognises(path: Path) -> bool:
     """Whether a folder has weights, as safetensors or as the older files of ``torch.save``."""
-    return path.is_dir() and _found(path) is not None
+    return store_of(path).is_folder(path) and _found(path) is not None
 
 
 def open(path: Path) -> Foreign:
@@ -40,7 +41,7 @@ def open(path: Path) -> Foreign:
         return Foreign(NAME, path, [_open_file(first)])
     weights = _read_index(first)
     names = list(dict.fromkeys(weights.values()))
-    missing = [name for name in names if not (path / name).is_file()]
+    missing = [name for name in names if not store_of(path).is_file(path / name)]
     if missing:
         what = f"{first} names files that are missing: {', '.join(missing)}"
         raise StorageError(errno.ENOENT, "open", str(path / missing[0]), what)
@@ -71,12 +72,14 @@ def _open_file(path: Path) -> ForeignFile:
 
 def _found(path: Path) -> Path | None:
     """The index, or the only file of the weights. Several files without an index are several checkpoints."""
+    store = store_of(path)
     for known in (one for file in _FILES for one in (file + _INDEX, file)):
-        if (path / known).is_file():
+        if store.is_file(path / known):
             return path / known
-    indexes = sorted(path.glob(f"*{safetensors_file.SUFFIX}{_INDEX}"))
-    files = sorted(one for one in path.glob(f"*{safetensors_file.SUFFIX}") if one.is_file())
-    return indexes[0] if len(indexes) == 1 else files[0] if len(files) == 1 else None
+    names = store.names(path)
+    indexes = [name for name in names if name.endswith(f"{safetensors_file.SUFFIX}{_INDEX}")]
+    files = [name for name in names if name.endswith(safetensors_file.SUFFIX) and store.is_file(path / name)]
+    return path / indexes[0] if len(indexes) == 1 else path / files[0] if len(files) == 1 else None
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.errors import FormatError
+from datastates.storage import store_of
 
 
 def read_field(path: Path, field: str, what: str, *, most: int) -> Any:
@@ -23,9 +23,10 @@ def read_field(path: Path, field: str, what: str, *, most: int) -> Any:
         FormatError: The file is longer, is no JSON, or has no such field; the message names it.
         StorageError: It cannot be read.
     """
-    if (nbytes := length(path)) > most:
+    store = store_of(path)
+    if (nbytes := store.length(path)) > most:
         raise FormatError(f"{path} is no {what}: it has {nbytes} bytes, too many")
     try:
-        return json.loads(read_bytes(path)(0, nbytes))[field]
+        return json.loads(store.read(path, 0, nbytes))[field]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is no {what}: {type(error).__name__}: {error}") from error

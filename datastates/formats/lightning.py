@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datastates._base.files import length, read_bytes
 from datastates.formats import torch_file
 from datastates.formats.torch_file import TorchCheckpoint, TorchFile
+from datastates.storage import store_of
 
 NAME = "a checkpoint of Lightning"
 _VERSION = "pytorch-lightning_version"
@@ -16,7 +16,7 @@ _HEAD = 1 << 16
 
 def recognises(path: Path) -> bool:
     """Whether a file of ``torch.save`` has Lightning's version among its first keys."""
-    return torch_file.recognises(path) and _VERSION.encode() in read_bytes(path)(0, min(length(path), _HEAD))
+    return torch_file.recognises(path) and _VERSION.encode() in store_of(path).head(path, _HEAD)
 
 
 def open(path: Path) -> TorchCheckpoint:

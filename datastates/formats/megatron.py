@@ -9,6 +9,7 @@ from datastates.formats import dcp
 from datastates.formats.composite import Composite
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
+from datastates.storage import store_of
 
 NAME = "a checkpoint of Megatron-Core (torch_dist)"
 _DESCRIPTION = "metadata.json"
@@ -19,7 +20,7 @@ _MOST = 1 << 16
 
 def recognises(path: Path) -> bool:
     """Whether a folder of DCP has a description that names Megatron's backend."""
-    return dcp.recognises(path) and (path / _DESCRIPTION).is_file()
+    return dcp.recognises(path) and store_of(path).is_file(path / _DESCRIPTION)
 
 
 def open(path: Path) -> Composite:
@@ -33,5 +34,5 @@ def open(path: Path) -> Composite:
     backend = read_field(file, "sharded_backend", "description of a checkpoint", most=_MOST)
     if backend != "torch_dist":
         raise FormatError(f"{file}: the checkpoint is of the backend {backend!r:.40}, and only torch_dist is read")
-    others = {"common": TorchFile(path / _COMMON, "common")} if (path / _COMMON).is_file() else {}
+    others = {"common": TorchFile(path / _COMMON, "common")} if store_of(path).is_file(path / _COMMON) else {}
     return Composite(NAME, path, dcp.DcpCheckpoint(dcp.NAME, path), others)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.commit import health, manifest
 from datastates.container import archive
 from datastates.container.file import Container, Named
@@ -20,6 +19,7 @@ from datastates.reading import whole_checkpoint
 from datastates.reading.every_container import named_in, open_all, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
+from datastates.storage import store_of
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -28,13 +28,13 @@ _HEAD, _TAIL = 64, 4096
 
 def has_ending(path: Path) -> bool:
     """Whether a file ends as a container does, perhaps a damaged one; raises StorageError."""
-    tail = min(nbytes := length(path), _TAIL)
-    return archive.is_ending(read_bytes(path)(nbytes - tail, tail))
+    tail = min(nbytes := store_of(path).length(path), _TAIL)
+    return archive.is_ending(store_of(path).read(path, nbytes - tail, tail))
 
 
 def has_beginning(path: Path) -> bool:
     """Whether a file begins as a container with records does, even if it was cut short; raises StorageError."""
-    return archive.is_beginning(read_bytes(path)(0, min(length(path), _HEAD)))
+    return archive.is_beginning(store_of(path).head(path, _HEAD))
 
 
 class OwnCheckpoint:
@@ -55,7 +55,7 @@ class OwnCheckpoint:
             StorageError: It cannot be read.
         """
         self._path = path
-        self._manifest = None if path.is_file() else manifest.open(path)
+        self._manifest = None if store_of(path).is_file(path) else manifest.open(path)
         self.tensors = Stored.of_file(path) if self._manifest is None else Stored(Head.of(path, self._manifest))
 
     @cached_property
@@ -119,8 +119,8 @@ def _naming(path: Path, what: str, problems: Iterator[Problem]) -> Iterator[Prob
 
 def recognises(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
-    if not path.is_file():
-        return (path / manifest.FILE).exists()
+    if not store_of(path).is_file(path):
+        return store_of(path).exists(path / manifest.FILE)
     return has_ending(path) or has_beginning(path)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from datastates._base import files
 from datastates._base.columns import U32
 from datastates.commit.catalog import encode_catalog
 from datastates.commit.claims import claims_of, whole_claims
@@ -18,6 +17,8 @@ from datastates.formats.format import Problem
 from datastates.reading.stored import Head
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 
 def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
@@ -25,7 +26,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
 
     ``progress`` is called with the number of bytes after each read.
     """
-    read = files.read_bytes(source.path)
+    read = reader(source.path)
     index = source.index
     chunks = source.chunks(0, len(index.records))
     wrong: set[int] = set()
@@ -74,7 +75,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
     claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
     nbytes = np.array([one.nbytes for one in containers], np.uint64)
     expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
-    data = files.read_bytes(path)(0, files.length(path))
+    data = store_of(path).read_all(path)
     progress(len(data))
     if data != expected:
         at = _first_difference(data, expected)
@@ -105,7 +106,7 @@ def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, dama
 def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
     index = source.index
     begin = index.records.end
-    tail = files.read_bytes(source.path)(begin, source.nbytes - begin)
+    tail = store_of(source.path).read(source.path, begin, source.nbytes - begin)
     progress(len(tail))
     pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]
     damaged = [

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from datastates._base.files import storage_errors
 from datastates.commit import directories, newest, protection
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import (
@@ -22,6 +21,7 @@ from datastates.formats import (
     trainer,
 )
 from datastates.formats.format import Format
+from datastates.storage import store_of
 
 FORMATS: tuple[Format, ...] = (
     own,
@@ -45,10 +45,9 @@ def recognise(path: Path) -> Format | None:
     Raises:
         StorageError: It cannot be read.
     """
-    with storage_errors("open", path):
-        if not own.recognises(path) and directories.is_root(path):
-            return None
-        return next((one for one in FORMATS if one.recognises(path)), None)
+    if not own.recognises(path) and directories.is_root(path):
+        return None
+    return next((one for one in FORMATS if one.recognises(path)), None)
 
 
 def others(root: Path, known: Collection[str]) -> dict[str, str]:
@@ -57,11 +56,11 @@ def others(root: Path, known: Collection[str]) -> dict[str, str]:
     What cannot be read is left out.
     """
     found = {}
-    for path in sorted(root.iterdir()):
-        if path.name not in known:
+    for name in sorted(store_of(root).names(root)):
+        if name not in known:
             with contextlib.suppress(StorageError):
-                if (kind := recognise(path)) is not None:
-                    found[path.name] = kind.NAME
+                if (kind := recognise(root / name)) is not None:
+                    found[name] = kind.NAME
     return found
 
 
@@ -70,7 +69,8 @@ def newest_other(root: Path) -> tuple[Path, str] | None:
     with contextlib.suppress(OSError):  # it only helps to find one
         found = others(root, {one.name for one in directories.steps(root)})
         if found:
-            name = max(found, key=lambda name: ((root / name).stat().st_mtime_ns, name))
+            looks = {name: store_of(root).look(root / name) for name in found}
+            _, name = max((look.changed, name) for name, look in looks.items() if look is not None)
             return root / name, found[name]
     return None
 
@@ -110,7 +110,7 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
     if (found := other(path)) is not None:
         yield found, path
         return
-    if path.is_file() and not own.recognises(path) and torch_file.is_plain_pickle(path):
+    if store_of(path).is_file(path) and not own.recognises(path) and torch_file.is_plain_pickle(path):
         raise FormatError(f"{path} is a plain pickle, not a file of torch.save: only pickle.load reads it")
     with contextlib.ExitStack() as reading:
         try:

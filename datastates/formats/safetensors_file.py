@@ -8,13 +8,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from datastates._base.files import length, read_bytes, storage_errors
 from datastates.container.safetensors_header import TYPES
-from datastates.errors import FormatError
+from datastates.errors import FormatError, storage_errors
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.record_file import Record
 from datastates.state.shards import Shard
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 NAME = "a safetensors file"
 SUFFIX = ".safetensors"
@@ -27,10 +28,9 @@ _LENGTH = 8
 
 def recognises(path: Path) -> bool:
     """Whether a file begins as a header does. One that begins otherwise is damaged if its name says so."""
-    if not path.is_file():
+    if not store_of(path).is_file(path):
         return False
-    nbytes = length(path)
-    head = read_bytes(path)(0, min(nbytes, _LENGTH + 1))
+    head = store_of(path).head(path, _LENGTH + 1)
     return (head[4:] == b"\0\0\0\0{") or path.suffix == SUFFIX
 
 
@@ -46,7 +46,7 @@ def open(path: Path) -> Foreign:
 
 def open_file(path: Path) -> ForeignFile:
     """Open a file, alone or as a shard; raises as :func:`open` does."""
-    nbytes, read = length(path), read_bytes(path)
+    nbytes, read = store_of(path).length(path), reader(path)
     try:
         with (
             storage_errors("open", path),

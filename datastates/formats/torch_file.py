@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import length, read_bytes
 from datastates.container import archive as container_archive
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
@@ -27,6 +26,8 @@ from datastates.state.keys import join
 from datastates.state.nested import leaves
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
@@ -42,15 +43,15 @@ _WINDOW = 1024
 
 def recognises(path: Path) -> bool:
     """Whether a file is an archive that begins with a pickle or a storage, or is in torch's legacy format."""
-    if not path.is_file():
+    if not store_of(path).is_file(path):
         return False
-    head = read_bytes(path)(0, min(length(path), _HEAD))
+    head = store_of(path).head(path, _HEAD)
     return _LEGACY.match(head) is not None or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
 
 
 def is_plain_pickle(path: Path) -> bool:
     """Whether a file that no format recognises begins and ends as a pickle does."""
-    read, nbytes = read_bytes(path), length(path)
+    read, nbytes = reader(path), store_of(path).length(path)
     return _PLAIN.match(read(0, min(nbytes, 2))) is not None and read(nbytes - 1, 1) == b"."
 
 
@@ -79,7 +80,7 @@ class TorchFile(ForeignFile):
             path: The file.
             prefix: The key of its value; empty for the root.
         """
-        nbytes = length(path)
+        nbytes = store_of(path).length(path)
         with naming(str(path)):
             archive = _archive(path, nbytes)
             self._pickle = archive.read(PICKLE)
@@ -174,7 +175,7 @@ def _has_other(value: object) -> bool:
 
 
 def _archive(path: Path, nbytes: int) -> Archive:
-    read = read_bytes(path)
+    read = reader(path)
     head = read(0, min(nbytes, _HEAD))
     if _LEGACY.match(head):
         raise FormatError(

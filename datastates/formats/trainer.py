@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 from pathlib import Path
 
 from datastates.errors import StorageError
@@ -10,6 +11,7 @@ from datastates.formats import hugging_face
 from datastates.formats.composite import Composite
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
+from datastates.storage import store_of
 
 NAME = "a checkpoint of a Trainer"
 _STATE = "trainer_state.json"
@@ -21,7 +23,7 @@ _OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 
 def recognises(path: Path) -> bool:
     """Whether a folder has the state of a Trainer."""
-    return (path / _STATE).is_file()
+    return store_of(path).is_file(path / _STATE)
 
 
 def open(path: Path) -> Composite:
@@ -36,6 +38,9 @@ def open(path: Path) -> Composite:
         what = f"{path} has no weights in the files of one rank: neither model.safetensors nor pytorch_model.bin"
         raise StorageError(errno.ENOENT, "open", str(path), what)
     step = read_field(file, "global_step", "state of a Trainer", most=_MOST_STATE)
-    found = sorted(other for glob in _OTHERS for other in path.glob(glob) if other.is_file())
+    store, names = store_of(path), store_of(path).names(path)
+    found = sorted(
+        path / name for glob in _OTHERS for name in fnmatch.filter(names, glob) if store.is_file(path / name)
+    )
     others = {other.stem: TorchFile(other, other.stem) for other in found}
     return Composite(NAME, path, hugging_face.open(path), others, step if type(step) is int else None)

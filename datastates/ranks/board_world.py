@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from datastates._base import faults
-from datastates._base.files import storage_errors
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -25,6 +24,7 @@ from datastates.errors import (
     StorageError,
     UnreachableError,
     rank_names,
+    storage_errors,
 )
 from datastates.ranks.polling import slowest, until
 

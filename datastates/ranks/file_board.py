@@ -10,54 +10,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from datastates._base.files import ABSENT, remove_folder, storage_errors
 from datastates.errors import StorageError, UnreachableError
+from datastates.storage import Store, store_of
+from datastates.storage.store import ABSENT
+
+
+def store(path: Path) -> Store:
+    """The store of a directory where ranks meet."""
+    return store_of(path, "ranks")
 
 
 def names(folder: Path) -> list[str]:
     """The names in a folder; none if the folder is absent. Skips dot files: they are still being written."""
-    try:
-        with storage_errors("list", folder):
-            return [name for name in os.listdir(folder) if not name.startswith(".")]
-    except StorageError as error:
-        if error.errno in ABSENT:
-            return []
-        raise
+    return [name for name in store(folder).names(folder) if not name.startswith(".")]
 
 
 def read(path: Path) -> bytes | None:
     """The contents of a file; None if it is absent."""
     try:
-        with storage_errors("read", path):
-            return path.read_bytes()
+        return store(path).read_all(path)
     except StorageError as error:
         if error.errno in ABSENT:
             return None
         raise
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write a file that appears at once with all its content, and replaces an older one."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with storage_errors("write", new):
-        new.write_bytes(data)
-    with storage_errors("rename", path):
-        os.rename(new, path)
-
-
 def remove(path: Path) -> None:
     """Delete a file or a folder. Other processes may delete or add entries meanwhile: that is no error."""
-    with storage_errors("remove", path):
-        if path.is_dir():
-            remove_folder(path)
-        else:
-            path.unlink(missing_ok=True)
+    if store(path).is_folder(path):
+        store(path).remove_tree(path)
+    else:
+        store(path).remove(path, missing_ok=True)
 
 
 class FileBoard:
@@ -97,9 +85,8 @@ class FileBoard:
         """Leave this rank's message and its mark."""
         folder = self._box(box)
         with self._writing():
-            with storage_errors("mkdir", folder):
-                folder.mkdir(exist_ok=True)
-            write(folder / str(self._rank), data)
+            store(folder).add_folder(folder, exist_ok=True)
+            store(folder).replace(folder / str(self._rank), data)
 
     def mark(self, box: str) -> None:
         """Leave this rank's mark: an empty message."""
@@ -124,12 +111,10 @@ class FileBoard:
         folder = self._box(box)
         mine = self._folder / f".claim-{secrets.token_hex(4)}"
         with self._writing():
-            with storage_errors("mkdir", mine):
-                mine.mkdir()
-                (mine / str(self._rank)).touch()
+            store(mine).add_folder(mine)
+            store(mine).touch(mine / str(self._rank))
             try:
-                with storage_errors("rename", folder):
-                    os.rename(mine, folder)  # fails if another rank's claim is there: it is not empty
+                store(mine).rename(mine, folder)  # fails if another rank's claim is there: it is not empty
             except StorageError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import re
 import secrets
 import time
@@ -30,11 +28,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from datastates._base import files, locks
-from datastates._base.files import storage_errors
 from datastates.errors import RanksMissingError, SettingsError, StorageError, rank_names
-from datastates.ranks.file_board import FileBoard, names, read, remove, write
+from datastates.ranks.file_board import FileBoard, names, read, remove, store
 from datastates.ranks.polling import slowest, until
+from datastates.storage import Lock
 
 FOLDER = ".ranks"
 _ANSWERS = "joined"
@@ -71,7 +68,7 @@ def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
         StorageError: The directory cannot be written.
     """
     root = directory / FOLDER
-    files.make_directory(directory)
+    store(directory).make_folder(directory)
     process = f"{rank}-{secrets.token_hex(8)}"
     hello = root / f"hello-{rank}-{size}-{process.partition('-')[2]}"
     _say_hello(hello, timeout)
@@ -83,28 +80,27 @@ def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
 
 
 def _say_hello(hello: Path, timeout: float) -> None:
-    end = time.monotonic() + timeout
+    end, root, there = time.monotonic() + timeout, hello.parent, store(hello)
     while True:
         try:
-            with storage_errors("write", hello):
-                hello.parent.mkdir(exist_ok=True)
-                hello.touch()
+            there.add_folder(root, exist_ok=True)
+            there.touch(hello)
             return
         except StorageError as error:
             # a run that has just ended deleted the folder, before or after it was found to exist: try again
-            gone = error.errno == errno.ENOENT and hello.parent.parent.is_dir()
-            made = error.errno == errno.EEXIST and (hello.parent.is_dir() or not os.path.lexists(hello.parent))
+            gone = error.errno == errno.ENOENT and there.is_folder(root.parent)
+            made = error.errno == errno.EEXIST and (there.is_folder(root) or not there.exists(root, follow=False))
             if not (gone or made) or time.monotonic() > end:
                 raise
 
 
-def _leave(root: Path, run: str, lock: files.Descriptor | None) -> None:
+def _leave(root: Path, run: str, lock: Lock | None) -> None:
     remove(_session(root, run))
     remove(root / run)
     if lock is not None:
         lock.close()
     with contextlib.suppress(OSError):  # not empty: the next run is about to begin there
-        root.rmdir()
+        store(root).remove_empty(root)
 
 
 def _session(root: Path, run: str) -> Path:
@@ -123,19 +119,18 @@ def _told(root: Path, process: str) -> Iterator[_Session]:
 
 
 def _tell(root: Path, session: _Session) -> None:
-    write(_session(root, session.run), session.model_dump_json().encode())
+    store(root).replace(_session(root, session.run), session.model_dump_json().encode())
 
 
-def _gather(root: Path, size: int, timeout: float) -> tuple[str, files.Descriptor]:
+def _gather(root: Path, size: int, timeout: float) -> tuple[str, Lock]:
     """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
-    with storage_errors("mkdir", answers):
-        answers.mkdir(parents=True)
-    with storage_errors("lock", answers):
-        lock = files.opened(root / run / _ALIVE, os.O_RDWR | os.O_CREAT)
+    store(root).add_folder(root / run)
+    store(root).add_folder(answers)
+    lock = store(root).open_lock(root / run / _ALIVE, create=b"")
     try:
-        locks.try_lock(lock.fileno())
+        lock.hold()
         _meet(root, run, size, timeout)
     except BaseException:
         remove(root / run)
@@ -181,18 +176,15 @@ def _seen(root: Path, size: int) -> list[str]:
     """The other processes that have said hello, oldest first."""
     ages = {}
     for hello in filter(None, map(_HELLO.match, names(root))):
-        if int(hello[2]) == size and 0 < int(hello[1]) < size:
-            # a process that has just given up has removed its file
-            with storage_errors("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):
-                ages[f"{hello[1]}-{hello[3]}"] = (root / hello[0]).stat().st_mtime_ns
+        found = store(root).look(root / hello[0])  # None: the process has just given up, and has removed its file
+        if found is not None and int(hello[2]) == size and 0 < int(hello[1]) < size:
+            ages[f"{hello[1]}-{hello[3]}"] = found.changed
     return sorted(ages, key=lambda process: (ages[process], process))
 
 
 def _clear(root: Path, run: str) -> None:
     """Delete what killed runs left. Spares other living runs in the directory; this process may be part of them."""
-    with storage_errors("list", root):
-        entries = os.listdir(root)
-    for name in entries:
+    for name in store(root).names(root):
         session = _SESSION.match(name)
         other = session[1] if session else name
         is_dead = other != run and re.fullmatch(_RUN, other) and not _is_alive(root / other)
@@ -202,8 +194,8 @@ def _clear(root: Path, run: str) -> None:
 
 def _is_alive(folder: Path) -> bool:
     """Whether rank 0 of a run still lives. Always False where the file system has no locks."""
-    with contextlib.suppress(OSError), files.opened(folder / _ALIVE, os.O_RDWR) as lock:
-        return locks.try_lock(lock, fcntl.LOCK_SH) is False
+    with contextlib.suppress(OSError), store(folder).open_lock(folder / _ALIVE) as lock:
+        return lock.hold(shared=True) is False
     return False
 
 
@@ -219,8 +211,11 @@ def _follow(root: Path, process: str, size: int, timeout: float) -> str:
                 answered.add(session.run)
                 answer = root / session.run / _ANSWERS / process
                 # absent: the rank 0 of that run has given up, and another one will write a session
-                with storage_errors("write", answer), contextlib.suppress(FileNotFoundError):
-                    answer.touch()
+                try:
+                    store(answer).touch(answer)
+                except StorageError as error:
+                    if error.errno != errno.ENOENT:
+                        raise
         return None
 
     session = until(settled, time.monotonic() + timeout, slowest(size))

@@ -8,6 +8,7 @@ from pathlib import Path
 from datastates.commit import manifest, newest
 from datastates.commit.manifest import Manifest
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
+from datastates.storage import store_of
 
 
 def named_in(path: Path, opened: Manifest) -> list[Named]:
@@ -57,4 +58,4 @@ def open_all(path: Path) -> list[Container]:
         FormatError: A file is damaged, or is not the container that the manifest describes.
         StorageError: A file is missing or cannot be read.
     """
-    return [open_container(path)] if path.is_file() else open_checkpoint(newest.find(path))[1]
+    return [open_container(path)] if store_of(path).is_file(path) else open_checkpoint(newest.find(path))[1]

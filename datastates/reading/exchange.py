@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,8 @@ from datastates.planning.wanted import Wanted, simplified
 from datastates.ranks.neighbours import Listener
 from datastates.reading.read_queue import ReadQueue
 from datastates.state.runs import Runs
+from datastates.storage import store_of
+from datastates.storage.store import absent
 
 _log = logging.getLogger("datastates")
 MINIMUM = 8 << 20
@@ -102,8 +103,12 @@ class Exchange:
             return None
         try:
             # ranks may have the same file under different paths
-            places = [os.stat(file.queue.source.path) for file in offered]
-            files = {f"{place.st_dev} {place.st_ino}": file for place, file in zip(places, offered, strict=True)}
+            files = {}
+            for file in offered:
+                path = file.queue.source.path
+                if (entry := store_of(path).look(path)) is None:
+                    raise absent("stat", path)
+                files[str(entry.place)] = file
             return cls(Listener(name, rank, patience), rank, patience, files)
         except OSError as error:
             _log.info("reading without the other ranks of this host: %s", error)

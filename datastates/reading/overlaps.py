@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.files import read_bytes
 from datastates.reading.read_queue import ReadQueue, Source
+from datastates.storage.stores import reader
 
 COMPARED_AT_ONCE = 4 << 20
 """Bytes to read at a time from each of two places that are compared."""
@@ -49,7 +49,7 @@ def find(queues: Sequence[ReadQueue]) -> str | None:
 
 def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -> bool:
     """Whether the ``nbytes`` bytes at two places in files are equal. A place is a file and an offset in bytes."""
-    (a, a_at), (b, b_at) = ((read_bytes(source.path), offset) for source, offset in (first, second))
+    (a, a_at), (b, b_at) = ((reader(source.path), offset) for source, offset in (first, second))
     pieces = ((at, min(COMPARED_AT_ONCE, nbytes - at)) for at in range(0, nbytes, COMPARED_AT_ONCE))
     return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datastates._base.files import read_bytes
 from datastates.container import checksums
 from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
 from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
+from datastates.storage.stores import reader
 
 Check = Callable[[], None]
 """A function that is called when all reads have ended, and verifies bytes that had no checksum during the reads."""
@@ -61,7 +61,7 @@ def check_record(source: TensorFile, record: int, key: str) -> bool:
 
 def crc_of_record(source: TensorFile, record: int, progress: Callable[[int], object] = lambda _: None) -> int:
     """CRC-32 of a record's data, read step by step; ``progress`` is called with the bytes of each step."""
-    read, begin, end = read_bytes(source.path), int(source.data_offset[record]), int(source.record_nbytes[record])
+    read, begin, end = reader(source.path), int(source.data_offset[record]), int(source.record_nbytes[record])
     crc = 0
     for at in range(0, end, _STEP):
         data = read(begin + at, min(_STEP, end - at))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base import files
 from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
@@ -28,6 +27,8 @@ from datastates.errors import DatastatesError, FormatError
 from datastates.reading.tensors import Found, FoundRow, Held
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
+from datastates.storage import store_of
+from datastates.storage.stores import reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,10 @@ class Stored:
         entry = self.head.catalog
         assert entry is not None
         path, ranks = self.head.path / entry.file, self.head.ranks
-        nbytes = files.length(path)
+        nbytes = store_of(path).length(path)
         if nbytes != entry.nbytes:
             raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
-        opened = Catalog(files.read_bytes(path), nbytes, entry.head_crc32, str(path))
+        opened = Catalog(reader(path), nbytes, entry.head_crc32, str(path))
         if opened.ranks != ranks:
             raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {ranks}")
         return opened
@@ -182,7 +183,7 @@ class Stored:
             FormatError, StorageError: As :meth:`container` does.
         """
         if rank < self.head.ranks and (one := self.container(rank)) is not None:
-            files.will_need(one.path, one.index.pickle_offset, one.index.pickle_nbytes)
+            store_of(one.path).will_need(one.path, one.index.pickle_offset, one.index.pickle_nbytes)
 
     def base(self, provider: str, rank: int) -> Container | None:
         """The container from which a rank takes a provider's objects; None if no container has the provider.

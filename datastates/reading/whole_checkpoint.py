@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base import gc_pause
-from datastates._base.files import read_bytes
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
@@ -33,6 +32,7 @@ from datastates.state import memory
 from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
+from datastates.storage import store_of
 
 READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
@@ -81,7 +81,11 @@ def load(
 def _has_parts(path: Path, sources: Sequence[Container]) -> bool:
     """Whether tensors must be put together from parts. A part in a single file is read as a tensor of its own."""
     table = sources[0].index.shards
-    return len(sources) > 1 or bool(table.by_key.repeated) or (not path.is_file() and bool((table.part != WHOLE).any()))
+    return (
+        len(sources) > 1
+        or bool(table.by_key.repeated)
+        or (not store_of(path).is_file(path) and bool((table.part != WHOLE).any()))
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -291,7 +295,7 @@ class _Records(_Arrays):
 def _read_pickle(source: Container) -> bytes:
     """Read and verify all of ``data.pkl``; raises CorruptError, which names the damaged object if one is damaged."""
     index = source.index
-    data = read_bytes(source.path)(index.pickle_offset, index.pickle_nbytes)
+    data = store_of(source.path).read(source.path, index.pickle_offset, index.pickle_nbytes)
     if checksums.crc32(data) != index.pickle_crc:
         for stored in index.objects:
             source.read_object(stored)

@@ -11,8 +11,8 @@ from datastates._base.faults import Fault
 
 
 def test_a_text_arms_points() -> None:
-    assert faults.parse("manifest.rename=kill; write=fail:28@3;") == [
-        Fault("manifest.rename", "kill"),
+    assert faults.parse("store.rename=kill; write=fail:28@3;") == [
+        Fault("store.rename", "kill"),
         Fault("write", "fail", 28, 3),
     ]
 
@@ -22,24 +22,24 @@ def test_what_does_not_parse_is_named() -> None:
         faults.parse("sync=kill;rename")
 
 
-@pytest.mark.parametrize("fault", [Fault("manifest.rename", "delay", 5), Fault("manifest.rename", "fail")])
+@pytest.mark.parametrize("fault", [Fault("store.rename", "delay", 5), Fault("store.rename", "fail")])
 def test_what_a_point_cannot_do_is_refused(fault: Fault) -> None:
-    with pytest.raises(ValueError, match=r"manifest\.rename can be armed with kill or fail:ERRNO, or with stop"):
+    with pytest.raises(ValueError, match=r"store\.rename can be armed with kill or fail:ERRNO, or with stop"):
         faults.arm(fault)
 
 
 def test_hits_count_from_1() -> None:
     with pytest.raises(ValueError, match="count from 1"):
-        faults.arm(Fault("manifest.rename", "kill", nth=0))
+        faults.arm(Fault("store.rename", "kill", nth=0))
 
 
 def test_a_point_fails_at_its_hit_only() -> None:
-    faults.arm(Fault("manifest.rename", "fail", errno.EIO, nth=2))
+    faults.arm(Fault("store.rename", "fail", errno.EIO, nth=2))
     try:
-        faults.hit("manifest.rename", "a")
+        faults.hit("store.rename", "a")
         with pytest.raises(OSError, match="'b'") as raised:
-            faults.hit("manifest.rename", "b")
-        faults.hit("manifest.rename", "c")
+            faults.hit("store.rename", "b")
+        faults.hit("store.rename", "c")
     finally:
         faults.clear()
     assert raised.value.errno == errno.EIO

@@ -12,7 +12,7 @@ from steps import OPERATIONS
 
 FAILURES = [errno.EIO, errno.ENOSPC]
 
-READ_FAULTS = ["read=short", "read=eintr", "read=fail:5", "manifest.read=fail:5"]
+READ_FAULTS = ["read=short", "read=eintr", "read=fail:5", "store.read=fail:5"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def draw(seed: int) -> Round:
             "on_error": "warn",
         }
         read_fault = rng.choice(
-            [*["" for _ in range(5)], "read=short", "read=eintr", "read=fail:5", "manifest.read=fail:5"]
+            [*["" for _ in range(5)], "read=short", "read=eintr", "read=fail:5", "store.read=fail:5"]
         )
         lives.append(Life(options, read_fault, tuple(saves), end, rng.randint(1, 3 * len(saves) + 1)))
     return Round(seed, keep_last, tuple(lives))
@@ -105,5 +105,5 @@ def _fault(rng: random.Random) -> str:
     point = rng.choice(["write", "write", "open", "sync", "truncate", "allocate"])
     action = rng.choice(["kill", "fail", "fail", "short" if point == "write" else "eintr"])
     if action in ("kill", "fail") and rng.random() < 0.5:
-        point = f"manifest.{rng.choice(OPERATIONS)}"
+        point = f"store.{rng.choice(OPERATIONS)}"
     return f"{point}={action}{f':{rng.choice(FAILURES)}' * (action == 'fail')}@{nth}"

@@ -12,14 +12,14 @@ import numpy as np
 
 import datastates as ds
 from datastates import _native
-from datastates._base import files
-from datastates.commit import directories, manifest, newest, protection, retention
+from datastates.commit import newest
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
+from datastates.storage import local
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, protection, retention)))
-OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
+OTHERS = {"readlink", "rmdir", "truncate"}  # no training loop calls these
+OPERATIONS = sorted({"unlock", *re.findall(r'_call\("(\w+)"', inspect.getsource(local))} - OTHERS)
 """The system calls on a checkpoint's files that have fault points."""
 PRELUDE = f"""
 import os, signal, sys, time

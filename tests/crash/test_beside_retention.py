@@ -63,7 +63,7 @@ def test_a_command_takes_the_newer_one_where_the_one_it_found_is_deleted(command
     assert commands.main([command, str(overtaken)]) == 0
 
 
-@pytest.mark.parametrize("point", [None, "manifest.rename"], ids=["before it is opened", "before it is renamed"])
+@pytest.mark.parametrize("point", [None, "store.rename"], ids=["before it is opened", "before it is renamed"])
 def test_what_another_process_has_deleted_is_no_matter(
     point: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,7 +92,7 @@ def test_the_pass_goes_on_behind_one_that_cannot_be_deleted(tmp_path: Path, capl
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         snapshot = ckpt.snapshot(providers(4), step=4)
         # the first rename is the commit's
-        faults.arm(faults.Fault("manifest.rename", "fail", errno.EACCES, 2))
+        faults.arm(faults.Fault("store.rename", "fail", errno.EACCES, 2))
         snapshot.wait_committed()
     faults.clear()
     assert_holds(tmp_path, 1, 4)

@@ -47,19 +47,19 @@ tell(ckpt.close)
 """
 )
 BEFORE = [
-    ("manifest.mkdir", 1),
-    ("manifest.lock", 1),
-    ("manifest.open", 1),
-    ("manifest.write", 1),
-    ("manifest.sync", 1),
-    ("manifest.sync_directory", 1),
-    ("manifest.rename", 1),
+    ("store.mkdir", 1),
+    ("store.lock", 1),
+    ("store.open", 1),
+    ("store.write", 1),
+    ("store.sync", 1),
+    ("store.sync_directory", 1),
+    ("store.rename", 1),
 ]
 """The steps of a commit by one rank up to the rename, each with the number of the hit."""
-AFTER = [("manifest.unlock", 1), ("manifest.sync_directory", 2), ("manifest.open", 2), ("manifest.rename", 2)]
+AFTER = [("store.unlock", 1), ("store.sync_directory", 2), ("store.open", 2), ("store.rename", 2)]
 """The steps after it; the last two are those of a deletion."""
-OF_RANK_0 = [("barrier.decide", 1), ("manifest.open", 1), ("manifest.rename", 1), ("barrier.publish", 1)]
-OF_RANK_1 = [("manifest.mkdir", 1), ("manifest.sync_directory", 1), ("barrier.post", 1), ("barrier.wait", 1)]
+OF_RANK_0 = [("barrier.decide", 1), ("store.open", 1), ("store.rename", 1), ("barrier.publish", 1)]
+OF_RANK_1 = [("store.mkdir", 1), ("store.sync_directory", 1), ("barrier.post", 1), ("barrier.wait", 1)]
 
 
 def mostly_long(cases: list[Any], short: list[Any]) -> list[Any]:
@@ -103,7 +103,7 @@ def assert_untouched(root: Path, steps: list[int]) -> None:
     ("point", "nth", "keep"),
     mostly_long(
         [(*at, keep) for at in BEFORE for keep in (0, 1)],
-        [("manifest.mkdir", 1, 0), ("manifest.sync", 1, 1), ("manifest.rename", 1, 1)],
+        [("store.mkdir", 1, 0), ("store.sync", 1, 1), ("store.rename", 1, 1)],
     ),
 )
 def test_who_was_stopped_before_the_commit_does_not_commit(
@@ -123,7 +123,7 @@ def test_who_was_stopped_before_the_commit_does_not_commit(
     ("point", "nth", "keep"),
     mostly_long(
         [(*at, 1) for at in AFTER] + [(*at, 0) for at in AFTER[:2]],
-        [("manifest.rename", 2, 1)],
+        [("store.rename", 2, 1)],
     ),
 )
 def test_who_was_stopped_after_the_commit_deletes_nothing_of_the_new_run(
@@ -145,7 +145,7 @@ def test_who_was_stopped_after_the_commit_deletes_nothing_of_the_new_run(
     ("rank", "point", "nth", "keep"),
     mostly_long(
         [(rank, *at, keep) for rank, points in ((0, OF_RANK_0), (1, OF_RANK_1)) for at in points for keep in (0, 1)],
-        [(0, "manifest.rename", 1, 1), (1, "barrier.wait", 1, 0)],
+        [(0, "store.rename", 1, 1), (1, "barrier.wait", 1, 0)],
     ),
 )
 def test_two_ranks_that_were_stopped(rank: int, point: str, nth: int, keep: int, tmp_path: Path, start: Start) -> None:

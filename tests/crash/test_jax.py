@@ -21,7 +21,7 @@ STEPS, KILLED = 5, 4
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-P", jax_loop.__file__, tmp_path / "killed", str(STEPS)],
-        env={**os.environ, "DATASTATES_FAULTS": f"manifest.rename=kill@{KILLED}"},
+        env={**os.environ, "DATASTATES_FAULTS": f"store.rename=kill@{KILLED}"},
         capture_output=True,
         text=True,
         check=False,

@@ -20,8 +20,8 @@ from datastates import _native
 from datastates.commit import retention
 
 LOOP = Path(__file__).with_name("training_loop.py")
-PYTHON_POINTS = [f"manifest.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
-DIRECTORY_SYNCS = [f"manifest.sync_directory=kill@{nth}" for nth in (4, 5, 6, 7)]
+PYTHON_POINTS = [f"store.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
+DIRECTORY_SYNCS = [f"store.sync_directory=kill@{nth}" for nth in (4, 5, 6, 7)]
 NATIVE_POINTS = [
     *(f"open=kill@{nth}" for nth in (1, 4, 5)),
     *(f"read=kill@{nth}" for nth in (1, 3)),
@@ -82,7 +82,7 @@ def test_killed_in_a_write_of_each_backend(
 def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
     tmp_path: Path, run: Callable[..., Any], audit: Callable[..., Any], resume: Any
 ) -> None:
-    ended = run(LOOP, tmp_path, 5, DATASTATES_FAULTS="manifest.rename=kill")
+    ended = run(LOOP, tmp_path, 5, DATASTATES_FAULTS="store.rename=kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert audit(tmp_path) == []
     assert len(retention.debris(tmp_path)) >= 1

@@ -212,11 +212,11 @@ def test_an_interrupted_close_loses_nothing(tmp_path: Path, run: Callable[..., A
 import os, signal, sys, threading, time
 import numpy as np
 import datastates as ds
-from datastates._base import files
+from datastates.storage.local import LocalStore
 from datastates.providers import HostTensorProvider
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored a child ignores it, too
-interrupted, sync = threading.Event(), files.sync_directory
-files.sync_directory = lambda path: (interrupted.wait(), sync(path))  # close() cannot end before that
+interrupted, sync = threading.Event(), LocalStore.sync_folder
+LocalStore.sync_folder = lambda store, path: (interrupted.wait(), sync(store, path))  # close() cannot end before that
 ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB")
 ckpt.snapshot([HostTensorProvider("model", {"a": np.arange(10)})], step=1)
 try:

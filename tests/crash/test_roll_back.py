@@ -115,7 +115,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest
             lambda: ds.restore(providers(0), tmp_path, fallback=True).step,
         ):
             newest._sequence.cache_clear()
-            faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
+            faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
             assert restored() == 100
 
 
@@ -127,7 +127,7 @@ def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
         newest._sequence.cache_clear()
-        faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
+        faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
         assert newest.find(tmp_path, 80) == newer
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
     newest._sequence.cache_clear()
-    faults.arm(faults.Fault("manifest.read", "fail", errno.EIO))
+    faults.arm(faults.Fault("store.read", "fail", errno.EIO))
     with pytest.raises(StorageError, match="step-00000080"):
         retention.outdated(tmp_path, 1, None)
     assert retention.outdated(tmp_path, 1, None) == [tmp_path / "step-00000080"]
@@ -166,7 +166,7 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     newest._sequence.cache_clear()
-    faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth=2))
+    faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth=2))
     assert sequence.next_sequence(tmp_path) == 3
     assert sequence.next_sequence(tmp_path) == 3
 

@@ -68,9 +68,9 @@ def test_training_goes_on_while_it_is_committed(tmp_path: Path, run: Callable[..
     script = f"""
 {PRELUDE}
 import threading
-from datastates._base import files
-go_on, sync = threading.Event(), files.sync_directory
-files.sync_directory = lambda path: (go_on.wait(), sync(path))
+from datastates.storage.local import LocalStore
+go_on, sync = threading.Event(), LocalStore.sync_folder
+LocalStore.sync_folder = lambda store, path: (go_on.wait(), sync(store, path))
 ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
 snapshot = ckpt.snapshot(providers(1), step=1)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -181,10 +181,10 @@ def test_closing_while_it_is_committed_does_not_lose_the_signal(
     script = f"""
 {PRELUDE}
 import threading
-from datastates._base import files
+from datastates.storage.local import LocalStore
 {before}
-go_on, sync = threading.Event(), files.sync_directory
-files.sync_directory = lambda path: (go_on.wait(), sync(path))
+go_on, sync = threading.Event(), LocalStore.sync_folder
+LocalStore.sync_folder = lambda store, path: (go_on.wait(), sync(store, path))
 with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
     ckpt.snapshot(providers(1), step=1)
     os.kill(os.getpid(), signal.SIGTERM)

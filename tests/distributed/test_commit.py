@@ -122,16 +122,16 @@ WRONG = {
     "write=fail:28": "rank 2: StorageError: write failed on {}/rank-00002.pt: No space left on device (errno 28)",
     "allocate=fail:122": "rank 2: StorageError: allocate failed on {}/rank-00002.pt: Disk quota exceeded (errno 122)",
     "sync=fail:5": "rank 2: StorageError: sync failed on {}/rank-00002.pt: Input/output error (errno 5)",
-    "manifest.mkdir=fail:13": "rank 2: StorageError: mkdir {}: Permission denied [errno 13]",
-    "manifest.sync_directory=fail:5": "rank 2: StorageError: sync_directory {}: Input/output error [errno 5]",
+    "store.mkdir=fail:13": "rank 2: StorageError: mkdir {}: Permission denied [errno 13]",
+    "store.sync_directory=fail:5": "rank 2: StorageError: sync_directory {}: Input/output error [errno 5]",
 }
 OF_THE_COORDINATOR = {
     "serialize": "rank 0: LookupError: cannot be serialized",
     "write=fail:28": "rank 0: StorageError: write failed on {}/rank-00000.pt: No space left on device (errno 28)",
-    "manifest.write=fail:28": "write {}/catalog.bin: No space left on device [errno 28]",
-    "manifest.write=fail:28@2": "write {}/manifest.json: No space left on device [errno 28]",
-    "manifest.rename=fail:5": "rename {}: Input/output error [errno 5]",
-    "manifest.unlock=fail:5": "unlock {}: Input/output error [errno 5]",
+    "store.write=fail:28": "write {}/catalog.bin: No space left on device [errno 28]",
+    "store.write=fail:28@2": "write {}/manifest.json: No space left on device [errno 28]",
+    "store.rename=fail:5": "rename {}: Input/output error [errno 5]",
+    "store.unlock=fail:5": "unlock {}: Input/output error [errno 5]",
 }
 
 

@@ -25,16 +25,16 @@ CASES = [
     (2, "die", False),  # while its state is captured
     (2, "write=kill", False),
     (2, "sync=kill", False),
-    (2, "manifest.sync_directory=kill", False),
+    (2, "store.sync_directory=kill", False),
     (2, "barrier.post=kill", False),  # before its vote
     (2, "barrier.wait=kill", True),  # after its vote
     (0, "die", False),
     (0, "barrier.decide=kill", False),  # with all votes
-    (0, "manifest.write=kill", False),  # the catalog
-    (0, "manifest.sync=kill@2", False),  # the manifest
-    (0, "manifest.rename=kill", False),
-    (0, "manifest.unlock=kill", True),
-    (0, "manifest.sync_directory=kill@3", True),
+    (0, "store.write=kill", False),  # the catalog
+    (0, "store.sync=kill@2", False),  # the manifest
+    (0, "store.rename=kill", False),
+    (0, "store.unlock=kill", True),
+    (0, "store.sync_directory=kill@3", True),
     (0, "barrier.publish=kill", True),  # before it has told
 ]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import short
 
-from datastates._base import files as base_files
 from datastates.cli import commands
 from datastates.commit import fence, manifest, newest, protection, retention
+from datastates.storage import store_of
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -114,7 +114,7 @@ def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
         for path in paths:
             together.wait()
             try:
-                base_files.make_directory(path)
+                store_of(path).make_folder(path)
             except OSError as error:
                 errors.append(error)
 
@@ -133,7 +133,7 @@ def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    words = [1, 2, 3, "4/manifest.remove=kill", 5, 5, 6, 7]
+    words = [1, 2, 3, "4/store.remove=kill", 5, 5, 6, 7]
     told = reports(ranks(3, LOOP, root, *words, CONFUSED="1", OPTIONS=options(keep_last=2, keep_every=3)))
     assert {rank["7"]["committed"] for rank in told} == {"step-00000007"}
     assert names(root) == ["step-00000003", "step-00000006", "step-00000007"]
@@ -145,8 +145,8 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     """The old checkpoint no longer counts, though its files still exist. All ranks know of the new one."""
     root = tmp_path / "run"
     variables = {"CONFUSED": "0", "OPTIONS": options(keep_last=1, rank_timeout=1.5)}
-    told = reports(ranks(3, LOOP, root, 1, "2/manifest.remove=kill", may_fail=[0], **variables))
-    assert [rank["2/manifest.remove=kill"]["committed"] for rank in told[1:]] == ["step-00000002"] * 2
+    told = reports(ranks(3, LOOP, root, 1, "2/store.remove=kill", may_fail=[0], **variables))
+    assert [rank["2/store.remove=kill"]["committed"] for rank in told[1:]] == ["step-00000002"] * 2
     assert list(newest.committed(root)) == [2]
     (left,) = retention.debris(root)
     assert names(left) == ["catalog.bin", "manifest.json", "rank-00000.pt", "rank-00001.pt", "rank-00002.pt"]

@@ -240,9 +240,9 @@ def test_a_full_disk_leaves_nothing(
 ) -> None:
     points, how = ("write", "sync", "rename", "sync_directory"), {"keys": "model/[!o]*", **TARGETS[target]}
     for point in points:  # they only count
-        faults.arm(Fault(f"manifest.{point}", "kill", nth=sys.maxsize))
+        faults.arm(Fault(f"store.{point}", "kill", nth=sys.maxsize))
     ds.export(saved[0], tmp_path / "counted" / "folder" / target, **how)
-    counts = {point: faults._hits[f"manifest.{point}"] for point in points}
+    counts = {point: faults._hits[f"store.{point}"] for point in points}
     shutil.rmtree(tmp_path / "counted")
     assert counts["write"] > 10
     for point in points:
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_nothing(
             counts[point],
         }:  # the last write: the index, or the directory of an archive
             faults.clear()
-            faults.arm(Fault(f"manifest.{point}", "fail", errno.ENOSPC, nth))
+            faults.arm(Fault(f"store.{point}", "fail", errno.ENOSPC, nth))
             with pytest.raises(StorageError) as caught:
                 ds.export(saved[0], tmp_path / "new" / "folder" / target, **how)
             assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, point)
@@ -300,11 +300,12 @@ def test_what_is_made_at_the_target_meanwhile_stays(
 
     def hit(point: str, path: str) -> None:
         plain(point, path)
-        if point == "manifest.rename":  # nothing is checked between this and the system call
+        if point == "store.rename":  # nothing is checked between this and the system call
             made = tmp_path / target / "other" if as_folder else tmp_path / target
             made.parent.mkdir(exist_ok=True)
             made.write_text("precious")
 
+    monkeypatch.setattr(faults, "is_armed", lambda: True)
     monkeypatch.setattr(faults, "hit", hit)
     with pytest.raises(FileExistsError, match=re.escape(str(tmp_path / target))):
         ds.export(saved[0], tmp_path / target)
@@ -320,7 +321,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(
     to = tmp_path / "in" / target
     for point in ("write", "sync", "rename"):
         nth = 2 if target == "shards" and point != "rename" else 1  # in the second file
-        killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": f"manifest.{point}=kill@{nth}"}
+        killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": f"store.{point}=kill@{nth}"}
         (process,) = ranks(1, KILLED, saved[0], to, json.dumps(TARGETS[target]), **killed)
         assert process.returncode == -signal.SIGKILL
         assert not to.exists()
@@ -332,7 +333,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(
 def test_an_export_that_is_killed_after_its_commit_is_whole(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, ranks: Callable[..., Any]
 ) -> None:
-    killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": "manifest.unlock=kill"}
+    killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": "store.unlock=kill"}
     (process,) = ranks(1, KILLED, saved[0], tmp_path / "out", "{}", **killed)
     assert process.returncode == -signal.SIGKILL
     assert load_file(tmp_path / "out" / "model.safetensors")["scalar"] == 3
@@ -364,7 +365,7 @@ def test_targets_that_cannot_be_made_are_named(saved: tuple[Path, dict[str, torc
         ds.export(source, container / "out.pt")
     assert caught.value.errno == errno.ENOTDIR
     for target in ("out.pt", "out"):  # as on a file system that is read-only
-        faults.arm(Fault("manifest.mkdir", "fail", errno.EROFS))
+        faults.arm(Fault("store.mkdir", "fail", errno.EROFS))
         with pytest.raises(StorageError, match=re.escape(str(tmp_path))) as caught:
             ds.export(source, tmp_path / "new" / target)
         assert caught.value.errno == errno.EROFS

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import datastates as ds
-from datastates._base import files
 from datastates.errors import StorageError
 from datastates.providers import from_state_dict
+from datastates.storage.local import LocalStore
 
 WEIGHTS = {"a": torch.arange(1000.0), "b": torch.ones(1000)}
 
@@ -67,15 +67,15 @@ def test_a_mount_point_takes_it(saved: Path, folder: Path) -> None:
 def test_a_failure_between_the_names_leaves_it_empty(
     saved: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, named = files.rename_new, []
+    plain, named = LocalStore.rename_new, []
 
-    def rename(source: Path, target: Path) -> None:
+    def rename(store: LocalStore, source: Path, target: Path) -> None:
         if named:
             raise StorageError(errno.EIO, "rename", str(target))
         named.append(target.name)
-        plain(source, target)
+        plain(store, source, target)
 
-    monkeypatch.setattr(files, "rename_new", rename)
+    monkeypatch.setattr(LocalStore, "rename_new", rename)
     with pytest.raises(StorageError):
         ds.export(saved, folder, shard_size="4KB")
     assert named == ["model-00001-of-00002.safetensors"]

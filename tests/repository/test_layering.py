@@ -15,6 +15,7 @@ ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists()
 ORDER = [
     {"errors"},
     {"_base"},  # every stage uses it
+    {"storage"},  # knows no checkpoints
     {"config"},
     {"state"},  # no I/O
     {"planning"},  # pure
@@ -34,7 +35,8 @@ ORDER = [
 ]
 PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
 NATIVE = {
-    "_base.files",
+    "storage.local",
+    "storage.local_files",
     "executor.executor",
     "executor.jobs",
     "container.checksums",

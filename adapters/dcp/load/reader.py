@@ -18,7 +18,6 @@ from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause, paths
-from datastates._base.files import length
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.loading import Loading, Place
@@ -34,6 +33,7 @@ from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.reading.reads import Tally
 from datastates.saving import gate
+from datastates.storage import store_of
 
 _WITHIN = 2.0
 """How long a rank waits, in seconds, for the others of its host to begin to divide reads. Then each reads alone."""
@@ -219,7 +219,7 @@ class DataStatesStorageReader(FileSystemReader):
             if source is not None:
                 file = OwnFile(source, needed)
             else:
-                file = StockFile(path, length(path), needed, claims)
+                file = StockFile(path, store_of(path).length(path), needed, claims)
                 queued.stock.append(file)
             for item, place in needed:
                 end = file.queue(loading.reads, item, place, planner)
@@ -242,7 +242,7 @@ class DataStatesStorageReader(FileSystemReader):
 
     def _open(self, path: Path, needed: Sequence[Place]) -> Container | None:
         """Open a file of this package; None for one of torch's."""
-        nbytes = length(path)
+        nbytes = store_of(path).length(path)
         last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
         if (end := place.offset + place.length) > nbytes:
             raise FormatError(

@@ -16,7 +16,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from datastates._base.files import read_bytes
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, begin_of, is_memory, queue_box, target_of
 from datastates.adapters.dcp.names import key_of_chunk
 from datastates.container import checksums
@@ -29,6 +28,7 @@ from datastates.reading.reads import Reads, Tally
 from datastates.state import arrays, dtypes, strides
 from datastates.state.shards import StoredArray
 from datastates.state.strides import is_dense, span
+from datastates.storage.stores import reader
 
 _STEP = 32 << 20
 """Bytes of a tensor that are copied to the host at a time, to be verified."""
@@ -89,7 +89,7 @@ class StockFile(RecordFile):
                 yield (offset, length), _Record(offset, length, None, _key(item), data)
             else:
                 archives.append((offset, length))
-        for (offset, length), read in opened_ends(read_bytes(self.path), sorted(archives)):
+        for (offset, length), read in opened_ends(reader(self.path), sorted(archives)):
             key = _key(needed[offset, length])
             try:
                 tensor: ArchivedTensor | None = find_tensor(read, length)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from datastates._base import files
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
 from datastates.adapters.dcp import metadata_file
@@ -24,6 +23,7 @@ from datastates.commit.ending import Identity, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.ranks.together import is_told, settle
 from datastates.ranks.world import World
+from datastates.storage import store_of
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further save waits for the oldest."""
@@ -116,7 +116,7 @@ class DcpEnding:
         but may not survive a power failure.
         """
         directory = self.path.parent
-        files.sync_directory(directory)
+        store_of(directory).sync_folder(directory)
         assert self.written is not None
         found = self.written.results(vote.nbytes)
         if not found:  # this rank has no part of the checkpoint

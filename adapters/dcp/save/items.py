@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates._base import files, gc_pause
+from datastates._base import gc_pause
 from datastates.adapters.dcp.names import AGAIN, NAME, key_of_chunk
 from datastates.adapters.dcp.save.staging import Staged
 from datastates.commit.ending import Ending
@@ -27,6 +27,7 @@ from datastates.saving.saver import Saver
 from datastates.state import arrays
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
+from datastates.storage import store_of
 
 FRAMING = ContainerFraming(nested=True)
 """The format of a rank's files: each record is an archive of one tensor, as torch's reader wants it."""
@@ -105,8 +106,7 @@ class Written:
             StorageError: The file has been removed.
             CommitError: The file has another length, so it was replaced.
         """
-        with files.syscall("stat", self.path):
-            there = self.path.stat().st_size
+        there = store_of(self.path).length(self.path)
         if there != nbytes:
             raise CommitError(f"{self.path} was replaced: it has {there} bytes, and {nbytes} were written")
         found = []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Unpack
 
-from datastates._base import files, paths
+from datastates._base import paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
@@ -28,6 +28,7 @@ from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.saving.saver import Saver
+from datastates.storage import store_of
 
 
 class WriterSettings(IoSettings):
@@ -245,7 +246,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise
         running.run()
         course.wait("committed")
-        files.sync_directory(ending.path.parent)
+        store_of(ending.path).sync_folder(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
         written.set_result(file.results(course.file_nbytes))
         return written

@@ -207,7 +207,7 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
 Said = Callable[[Any], dict[str, Any]]
 
 
-FAULTS = ["manifest.sync_directory=kill@4", "write=kill@20", "sync=kill@3"]
+FAULTS = ["store.sync_directory=kill@4", "write=kill@20", "sync=kill@3"]
 
 
 @pytest.mark.long

@@ -238,7 +238,7 @@ def test_a_full_disk_costs_all_ranks_this_checkpoint_only(together: Together, wr
     same(loaded(tmp_path, whole()), whole())
 
 
-@pytest.mark.parametrize("point", ["manifest.write", "manifest.rename"])
+@pytest.mark.parametrize("point", ["store.write", "store.rename"])
 def test_when_the_commit_fails_the_old_one_stands(together: Together, writers: Any, tmp_path: Path, point: str) -> None:
     assert save(together, writers, tmp_path) == [None] * RANKS
     before = files(tmp_path)
@@ -251,7 +251,7 @@ def test_when_the_commit_fails_the_old_one_stands(together: Together, writers: A
 
 def test_when_the_commit_is_uncertain_all_files_are_kept(together: Together, writers: Any, tmp_path: Path) -> None:
     assert save(together, writers, tmp_path) == [None] * RANKS
-    faults.arm(faults.Fault("manifest.sync_directory", "fail", errno.EIO, nth=RANKS + 1))
+    faults.arm(faults.Fault("store.sync_directory", "fail", errno.EIO, nth=RANKS + 1))
     failed = save(together, writers, tmp_path, 1.0)
     assert all("Input/output error" in str(error) for error in failed)
     same(loaded(tmp_path, whole()), whole(1.0))

@@ -193,7 +193,7 @@ def test_the_old_one_is_replaced_at_once_and_gone(tmp_path: Path, how: str, befo
 
 
 @pytest.mark.parametrize("how", OURS)
-@pytest.mark.parametrize("point", ["write", "manifest.write", "manifest.sync", "manifest.rename"])
+@pytest.mark.parametrize("point", ["write", "store.write", "store.sync", "store.rename"])
 def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, how: str, point: str) -> None:
     save_with("ours", {"w": torch.ones(3)}, tmp_path)
     if "." in point:
@@ -258,7 +258,7 @@ def test_a_tensor_without_a_name(tmp_path: Path, how: str) -> None:
 def test_when_the_end_is_not_durable_what_stands_can_be_loaded(tmp_path: Path) -> None:
     """The directory's sync fails after the new checkpoint got its name: whichever one stands, its files exist."""
     save_with("snapshot", {"w": torch.ones(3)}, tmp_path)
-    faults.arm(faults.Fault("manifest.sync_directory", "fail", errno.EIO, nth=2))
+    faults.arm(faults.Fault("store.sync_directory", "fail", errno.EIO, nth=2))
     with pytest.raises(StorageError):
         save_with("snapshot", {"w": torch.zeros(3)}, tmp_path)
     found = loaded(tmp_path, {"w": torch.ones(3)})["w"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from datastates import _native
-from datastates._base import faults, files
+from datastates._base import faults
 from datastates.commit import manifest
 from datastates.config import IoSettings
 from datastates.errors import CommitError, FormatError, StorageError
@@ -28,6 +28,7 @@ from datastates.ranks.world import SoloWorld
 from datastates.saving import course
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import course_of
+from datastates.storage.local import LocalStore
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.ending")
 RANKS = 3
@@ -107,7 +108,7 @@ def test_ranks_may_have_tags_of_their_own(worlds: list[BoardWorld], give: Give, 
 def test_an_error_at_the_end_is_told_with_its_number(
     worlds: list[BoardWorld], give: Give, tmp_path: Path, operation: str
 ) -> None:
-    faults.arm(faults.parse(f"manifest.{operation}=fail:{errno.ENOSPC}")[0])
+    faults.arm(faults.parse(f"store.{operation}=fail:{errno.ENOSPC}")[0])
     failures = run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
     own = [f for f in failures if isinstance(f, StorageError)]
     assert [f.errno for f in own] == [errno.ENOSPC]
@@ -118,7 +119,7 @@ def test_an_error_at_the_end_is_told_with_its_number(
 
 def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
     run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
-    faults.arm(faults.parse(f"manifest.rename=fail:{errno.EIO}")[0])
+    faults.arm(faults.parse(f"store.rename=fail:{errno.EIO}")[0])
     assert None not in run(worlds, give, tmp_path, "save/1", lambda _: "tag", 2)
     found = [torch.load(path)["a"][0].item() for path in (tmp_path / "tag").rglob("*.pt")]
     assert found == [2.0] * RANKS
@@ -173,14 +174,14 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
 
 
 def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, beside = files.write_file, []
+    create, beside = LocalStore.create, []
 
-    def write_beside_another_run(path: Path, data: bytes) -> None:
-        write(path, data)
+    def create_beside_another_run(store: LocalStore, path: Path, data: bytes) -> None:
+        create(store, path, data)
         saves.sweep(tmp_path)
         beside.extend(os.listdir(tmp_path))
 
-    monkeypatch.setattr(files, "write_file", write_beside_another_run)
+    monkeypatch.setattr(LocalStore, "create", create_beside_another_run)
     save = saves.Save("save/0", "tag", SoloWorld(), tmp_path, latest=True)
     give(save, tmp_path / "tag" / "a.pt", 1)
     save.finish()

@@ -64,7 +64,7 @@ def whole(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["write=kill@7", "sync=kill@2", "manifest.rename=kill@2"])
+@pytest.mark.parametrize("fault", ["write=kill@7", "sync=kill@2", "store.rename=kill@2"])
 def test_killed_in_a_write_it_resumes_bit_for_bit(
     fault: str, run: Any, whole: tuple[dict[str, float], Any], tmp_path: Path
 ) -> None:
@@ -167,7 +167,7 @@ def test_removing_without_a_save_takes_no_memory(training: ModuleType, io: Any, 
 
 def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Path) -> None:
     io = training.DataStatesCheckpointIO(**training.OPTIONS, max_in_flight=1)
-    faults.arm(faults.Fault("manifest.rename", "fail", errno.EIO))
+    faults.arm(faults.Fault("store.rename", "fail", errno.EIO))
     io.save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
     with pytest.raises(StorageError, match=r"rename.*a\.ckpt"):
         io.save_checkpoint({"state_dict": {}}, tmp_path / "b.ckpt")

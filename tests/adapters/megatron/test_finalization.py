@@ -78,7 +78,7 @@ nothing(directory / "described")
 
 # the files are there, and the coordinator cannot make them a checkpoint
 if rank() == 0:
-    arm("manifest.rename", "fail", 5)
+    arm("store.rename", "fail", 5)
 request = save(state(layout, 0), directory / "committed", strategy, async_sharded_save=True)
 with pytest.raises(CommitError, match="rename .*metadata"):
     request.execute_sync()

@@ -67,7 +67,7 @@ def stock(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[floa
     return said(run(directory / "whole", 12, "stock"))["losses"], directory / "whole-end.pt"
 
 
-FAULTS = ["sync=kill@3", "write=kill@14", "manifest.sync_directory=kill@2"]
+FAULTS = ["sync=kill@3", "write=kill@14", "store.sync_directory=kill@2"]
 
 
 @pytest.mark.long

@@ -287,7 +287,7 @@ def test_a_step_that_is_saved_again_keeps_what_the_trainer_keeps(training: Modul
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["sync=kill@2", "manifest.rename=kill@1"])
+@pytest.mark.parametrize("fault", ["sync=kill@2", "store.rename=kill@1"])
 def test_killed_while_a_callback_is_waited_for_nothing_incomplete_has_the_name(
     fault: str, module_ranks: Any, tmp_path: Path
 ) -> None:

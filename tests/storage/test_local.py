@@ -8,27 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from datastates._base import files
+from datastates._base import faults
 from datastates.errors import StorageError
+from datastates.storage import local, store_of
 
 
 def test_another_rank_makes_the_directory_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = []
 
     def hit(point: str, name: str) -> None:
-        if point == "manifest.mkdir":
+        if point == "store.mkdir":
             Path(name).mkdir()
             made.append(name)
 
-    monkeypatch.setattr(files.faults, "hit", hit)
-    files.make_directory(tmp_path / "a" / "b")
+    monkeypatch.setattr(faults, "is_armed", lambda: True)
+    monkeypatch.setattr(faults, "hit", hit)
+    store_of(tmp_path).make_folder(tmp_path / "a" / "b")
     assert made == [str(tmp_path / "a"), str(tmp_path / "a" / "b")]
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(StorageError) as caught:
-        files.make_directory(tmp_path / "a" / "b")
+        store_of(tmp_path).make_folder(tmp_path / "a" / "b")
     assert caught.value.errno == errno.ENOTDIR
     assert str(tmp_path / "a") in str(caught.value)
 
@@ -41,17 +43,17 @@ def test_a_file_gets_a_name_that_is_free_or_none(
         raise OSError(errno.EPERM if lacking[-1] == "link" else errno.EINVAL, "not offered")
 
     if lacking:
-        monkeypatch.setattr(files, "_rename_noreplace", refuse)
+        monkeypatch.setattr(local, "_rename_noreplace", refuse)
     if "link" in lacking:
         monkeypatch.setattr(os, "link", refuse)
     for name in ("new", "other"):
         (tmp_path / name).write_text(name)
     with pytest.raises(StorageError, match="other") as caught:
-        files.rename_new(tmp_path / "new", tmp_path / "other")
+        store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "other")
     assert (caught.value.errno, caught.value.operation) == (errno.EEXIST, "rename")
     assert (tmp_path / "other").read_text() == "other"
-    files.rename_new(tmp_path / "new", tmp_path / "free")
+    store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "free")
     assert sorted(os.listdir(tmp_path)) == ["free", "other"]
     with pytest.raises(StorageError) as caught:
-        files.rename_new(tmp_path / "new", tmp_path / "gone")
+        store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "gone")
     assert caught.value.errno == errno.ENOENT

@@ -1,0 +1,25 @@
+"""The store of file systems whose system calls fail, or stop the process, where a test asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from datastates._base import faults
+from datastates.errors import storage_errors
+from datastates.storage.local import LocalStore
+
+
+class FaultyStore(LocalStore):
+    """A :class:`LocalStore` that passes the fault point ``STAGE.OPERATION`` before each system call."""
+
+    def __init__(self, stage: str) -> None:
+        """Take the first part of the names of its fault points."""
+        self._stage = stage
+
+    @contextlib.contextmanager
+    def _call(self, operation: str, path: Path, point: str = "") -> Iterator[None]:
+        with storage_errors(operation, path):
+            faults.hit(f"{self._stage}.{point or operation}", str(path))
+            yield

@@ -1,0 +1,251 @@
+"""The store of file systems: its system calls. Errors name the operation and the path."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+from typing_extensions import override
+
+from datastates import _native
+from datastates.errors import StorageError, storage_errors
+from datastates.storage.local_files import LocalLock, LocalWriter
+from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
+
+_ADVISED = 512 << 10
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
+"""The error numbers by which file systems say that they lack a way to rename."""
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""The error numbers that mean that nothing is at a path."""
+
+
+class LocalStore(Store):
+    """Files and folders of file systems, by absolute path. Nothing is kept in memory."""
+
+    def __init__(self, stage: str) -> None:
+        """Take the name of what uses it; :class:`~datastates.storage.faulty.FaultyStore` says what for."""
+        del stage
+
+    def _call(self, operation: str, path: Path, point: str = "") -> contextlib.AbstractContextManager[None]:
+        """The block in which a system call is made. ``point``: names it, if ``operation`` does not."""
+        del point
+        return storage_errors(operation, path)
+
+    @override
+    def look(self, path: Path, *, follow: bool = True) -> Entry | None:
+        with self._call("stat", path):
+            try:
+                found = os.stat(path, follow_symlinks=follow)
+            except OSError as error:
+                if error.errno in _NOTHING:
+                    return None
+                raise
+        place = found.st_dev, found.st_ino
+        version = (*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return Entry(_kind(found.st_mode), found.st_size, found.st_mtime_ns, place, version)
+
+    @override
+    def names(self, folder: Path) -> list[str]:
+        with self._call("list", folder):
+            try:
+                return os.listdir(folder)
+            except OSError as error:
+                if error.errno in (*ABSENT, errno.ENOTDIR):
+                    return []
+                raise
+
+    @override
+    def target(self, link: Path) -> str:
+        with self._call("readlink", link):
+            return os.readlink(link)
+
+    @override
+    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+        with self._call("read", path, "read_range"), _open_file(path) as fd:
+            parts = []
+            while nbytes:
+                part = os.pread(fd, nbytes, offset)
+                if not part:
+                    raise StorageError(0, "read", str(path), f"read {path}: the file ends at {offset}")
+                parts.append(part)
+                offset, nbytes = offset + len(part), nbytes - len(part)
+            return b"".join(parts)
+
+    @override
+    def read_all(self, path: Path, most: int | None = None) -> bytes:
+        with self._call("read", path), _open_file(path) as fd:
+            nbytes = os.fstat(fd).st_size
+            if most is not None and nbytes > most:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+            return b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
+
+    @override
+    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
+        with contextlib.suppress(OSError), _open_file(path) as fd:
+            end = offset + nbytes
+            for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
+                os.posix_fadvise(fd, at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
+
+    @override
+    def create(self, path: Path, data: bytes) -> None:
+        with self._call("open", path):
+            file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with file as fd:
+            left = memoryview(data)
+            with self._call("write", path):
+                while left:
+                    left = left[os.write(fd, left) :]
+            with self._call("sync", path):
+                os.fsync(fd)
+
+    @override
+    def replace(self, path: Path, data: bytes) -> None:
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with self._call("write", new):
+            new.write_bytes(data)
+        self.rename(new, path)
+
+    @override
+    def touch(self, path: Path) -> None:
+        with self._call("write", path):
+            path.touch()
+
+    @override
+    def writer(self, path: Path, *, direct: bool) -> Writer:
+        with self._call("open", path):
+            file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        if direct:
+            with contextlib.suppress(OSError):
+                file = opened(path, os.O_WRONLY | os.O_DIRECT)
+        return LocalWriter(path, file, self._call)
+
+    @override
+    def make_folder(self, path: Path) -> None:
+        if path.is_dir():
+            return
+        self.make_folder(path.parent)
+        with self._call("mkdir", path):
+            if path.exists() and not path.is_dir():  # another process may have made it meanwhile
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            path.mkdir(exist_ok=True)
+        self.sync_folder(path.parent)
+
+    @override
+    def add_folder(self, path: Path, *, exist_ok: bool = False) -> None:
+        with self._call("mkdir", path):
+            path.mkdir(exist_ok=exist_ok)
+
+    @override
+    def sync_folder(self, path: Path) -> None:
+        with self._call("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            os.fsync(fd)
+
+    @override
+    def rename(self, source: Path, target: Path) -> None:
+        with self._call("rename", target):
+            os.rename(source, target)
+
+    @override
+    def rename_new(self, source: Path, target: Path) -> None:
+        """As :meth:`Store.rename_new`.
+
+        NFS knows no such rename: the file gets a second name there, and loses the first. Where there are no hard links
+        either, as in some object stores that are mounted, a file that is made between a look and the rename is
+        replaced.
+        """
+        with self._call("rename", target):
+            try:
+                _rename_noreplace(source, target)
+            except OSError as error:
+                if error.errno not in _NOT_OFFERED:
+                    raise
+            else:
+                return
+            try:
+                os.link(source, target)
+            except OSError as error:
+                if error.errno not in _NOT_OFFERED:
+                    raise
+                if os.path.lexists(target):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+                os.rename(source, target)
+            else:
+                os.unlink(source)
+
+    @override
+    def remove(self, path: Path, *, missing_ok: bool = False, operation: str = "remove") -> None:
+        with self._call(operation, path):
+            try:
+                os.unlink(path)
+            except OSError as error:
+                if not missing_ok or error.errno not in ABSENT:
+                    raise
+
+    @override
+    def remove_empty(self, folder: Path) -> None:
+        with self._call("rmdir", folder):
+            os.rmdir(folder)
+
+    @override
+    def remove_tree(self, folder: Path, *, tolerant: bool = False) -> None:
+        def go_on(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+            if not isinstance(error[1], OSError) or error[1].errno not in (*ABSENT, errno.ENOTEMPTY):
+                raise error[1]
+
+        if tolerant:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with self._call("remove", folder):
+            shutil.rmtree(folder, onerror=go_on)
+
+    @override
+    def open_lock(self, path: Path, *, create: bytes | None = None, write: bool = True) -> Lock:
+        if not write:
+            with self._call("open", path):
+                return LocalLock(_open_file(path, or_folder=True))
+        with self._call("lock", path):
+            lock = LocalLock(opened(path, os.O_RDWR | (0 if create is None else os.O_CREAT)))
+            if create is not None:
+                lock.write(create)
+            return lock
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "link" if stat.S_ISLNK(mode) else "other"
+
+
+def opened(path: Path | str, flags: int) -> _native.Descriptor:
+    """Open a file or folder, with the flags of ``os.open``. Raises OSError.
+
+    The umask decides who may use a new file, as for any file that ``open()`` makes.
+    Use it in a ``with`` block, which closes it. Unlike a bare number, it is also closed when an interrupt drops it.
+    """
+    return _native.open_descriptor(path, flags, 0o666)
+
+
+def _open_file(path: Path, *, or_folder: bool = False) -> _native.Descriptor:
+    """Open a file to read it. Raises OSError, also for a pipe, which might never open."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or (or_folder and stat.S_ISDIR(mode))):
+        raise StorageError(0, "open", str(path), f"open {path}: it is not a regular file")
+    return opened(path, os.O_RDONLY)
+
+
+def _rename_noreplace(source: Path, target: Path) -> None:
+    """The system call ``renameat2`` with ``RENAME_NOREPLACE``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):  # glibc before 2.28
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+        raise OSError(error := ctypes.get_errno(), os.strerror(error), str(target))

@@ -1,0 +1,238 @@
+"""The contract of a store: files under paths, and the folders that hold them. It knows no checkpoints.
+
+A method that fails raises :class:`~datastates.errors.StorageError` with the error number, the operation and the path.
+Methods can be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from datastates._base.tasks import each
+from datastates.errors import StorageError
+
+ABSENT = (errno.ENOENT, errno.ESTALE)
+"""The error numbers of a file that another process has deleted; the second one on NFS."""
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is at a path.
+
+    Attributes:
+        kind: ``"file"``, ``"folder"``, ``"link"`` or ``"other"``, such as a pipe.
+        nbytes: The length of a file in bytes.
+        changed: When its contents were changed, in nanoseconds by the store's clock.
+        place: Tells two files apart, also where one of them has several paths.
+        version: Tells any change of a file.
+    """
+
+    kind: str
+    nbytes: int
+    changed: int
+    place: tuple[int, ...]
+    version: tuple[int, ...]
+
+
+class Lock(ABC):
+    """A file or folder that is open to be locked. Closing it gives the lock up; a forked child closes it, too."""
+
+    @abstractmethod
+    def hold(self, *, shared: bool = False) -> bool | None:
+        """Lock it without waiting: True if locked, False if another holds it, None if it cannot be locked at all."""
+
+    @abstractmethod
+    def is_at(self, path: Path) -> bool:
+        """Whether this file is the one that is at a path now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the lock up. Idempotent."""
+
+    def __enter__(self) -> Lock:
+        """Itself; the block's end closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+class Writer(ABC):
+    """A new file that is being written. Used by one thread at a time."""
+
+    @abstractmethod
+    def write(self, data: Any, offset: int) -> None:
+        """Write bytes, a buffer with a length, at an offset in bytes."""
+
+    @abstractmethod
+    def share(self, source: Path, offset: int, nbytes: int, at: int) -> bool:
+        """Take ``nbytes`` at ``offset`` of another file over to ``at`` without a copy; False where that cannot be."""
+
+    @abstractmethod
+    def cut(self, nbytes: int) -> None:
+        """Set the length of the file, in bytes."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Put the file on stable storage. Its name is durable after :meth:`Store.sync_folder`."""
+
+    @abstractmethod
+    def write_unaligned(self) -> None:
+        """From now on, offsets and lengths may be any. Before, they are whole pages where direct I/O was asked for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+
+
+class Store(ABC):
+    """Files under paths."""
+
+    # --- looking
+
+    @abstractmethod
+    def look(self, path: Path, *, follow: bool = True) -> Entry | None:
+        """What is at a path; None if nothing is. ``follow``: look at the target of a link."""
+
+    def is_file(self, path: Path) -> bool:
+        """Whether a file is at a path, or a link to one."""
+        return (entry := self.look(path)) is not None and entry.kind == "file"
+
+    def is_folder(self, path: Path) -> bool:
+        """Whether a folder is at a path, or a link to one."""
+        return (entry := self.look(path)) is not None and entry.kind == "folder"
+
+    def is_link(self, path: Path) -> bool:
+        """Whether a link is at a path."""
+        return (entry := self.look(path, follow=False)) is not None and entry.kind == "link"
+
+    def exists(self, path: Path, *, follow: bool = True) -> bool:
+        """Whether anything is at a path."""
+        return self.look(path, follow=follow) is not None
+
+    @abstractmethod
+    def names(self, folder: Path) -> list[str]:
+        """The names in a folder, in any order; none if there is no folder. None that was made before is missing."""
+
+    @abstractmethod
+    def target(self, link: Path) -> str:
+        """What a link leads to."""
+
+    def length(self, path: Path) -> int:
+        """The length of a file in bytes."""
+        if (found := self.length_if_there(path)) is None:
+            raise absent("stat", path)
+        return found
+
+    def length_if_there(self, path: Path) -> int | None:
+        """The length of a file in bytes; None if nothing is there."""
+        return None if (entry := self.look(path)) is None else entry.nbytes
+
+    def lengths(self, paths: Sequence[Path]) -> list[int | None]:
+        """As :meth:`length_if_there`, of many files at once."""
+        return each(self.length_if_there, paths, _AT_ONCE)  # on a shared file system each call takes long
+
+    # --- reading
+
+    @abstractmethod
+    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+        """So many bytes of a file at an offset. A file that ends before the last of them is an error."""
+
+    def head(self, path: Path, most: int) -> bytes:
+        """The beginning of a file, at most so many bytes of it."""
+        return self.read(path, 0, min(self.length(path), most))
+
+    @abstractmethod
+    def read_all(self, path: Path, most: int | None = None) -> bytes:
+        """The contents of a file. One of more than ``most`` bytes is an error."""
+
+    @abstractmethod
+    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
+        """Begin to fetch a range that is read soon. Never raises: a failure comes again when the range is read."""
+
+    # --- writing
+
+    @abstractmethod
+    def create(self, path: Path, data: bytes) -> None:
+        """Write a new file to stable storage. Its name is durable after :meth:`sync_folder`.
+
+        Raises StorageError with EEXIST if something has the path.
+        """
+
+    @abstractmethod
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a file that appears at once with all its content, in place of an older one. It need not be durable."""
+
+    @abstractmethod
+    def touch(self, path: Path) -> None:
+        """Make an empty file, not durable, unless a file is there."""
+
+    @abstractmethod
+    def writer(self, path: Path, *, direct: bool) -> Writer:
+        """Begin to write a new file in pieces. ``direct``: write past the system's cache, where that can be."""
+
+    @abstractmethod
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it that are missing, each of them durable. It is no error if it is there."""
+
+    @abstractmethod
+    def add_folder(self, path: Path, *, exist_ok: bool = False) -> None:
+        """Make one folder, not durable yet. Raises StorageError with EEXIST if it is there, unless ``exist_ok``."""
+
+    @abstractmethod
+    def sync_folder(self, path: Path) -> None:
+        """Put the names in a folder on stable storage."""
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or a folder. A file replaces a file, a folder an empty folder."""
+
+    @abstractmethod
+    def rename_new(self, source: Path, target: Path) -> None:
+        """Rename a file to a path that nothing has; raises StorageError with EEXIST where something has it."""
+
+    @abstractmethod
+    def remove(self, path: Path, *, missing_ok: bool = False, operation: str = "remove") -> None:
+        """Remove a file or a link.
+
+        Args:
+            path: The file.
+            missing_ok: Whether it is no error if it is absent.
+            operation: The operation that errors name.
+        """
+
+    @abstractmethod
+    def remove_empty(self, folder: Path) -> None:
+        """Remove a folder that has nothing in it; raises StorageError with ENOTEMPTY if something is."""
+
+    @abstractmethod
+    def remove_tree(self, folder: Path, *, tolerant: bool = False) -> None:
+        """Remove a folder with all that is in it. Others may add and remove entries meanwhile: that is no error.
+
+        ``tolerant``: what cannot be removed stays, without an error.
+        """
+
+    @abstractmethod
+    def open_lock(self, path: Path, *, create: bytes | None = None, write: bool = True) -> Lock:
+        """Open a file or a folder to lock it.
+
+        Args:
+            path: The file; a folder only without ``write``.
+            create: Make the file if it is absent, and write this at its beginning.
+            write: Whether to open it for writing. NFS locks others out only of what was opened so.
+        """
+
+
+def absent(operation: str, path: Path) -> StorageError:
+    """The error of an operation on a file that is absent."""
+    return StorageError(errno.ENOENT, operation, str(path))

@@ -1,0 +1,31 @@
+"""Which store a path belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+from datastates._base import faults
+from datastates.storage.faulty import FaultyStore
+from datastates.storage.local import LocalStore
+from datastates.storage.store import Store
+
+_made = cache(lambda kind, stage: kind(stage))
+
+
+def store_of(path: Path, stage: str = "store") -> Store:
+    """The store that a path belongs to: that of the file systems.
+
+    Args:
+        path: The path.
+        stage: The first part of the names of the fault points that its system calls pass.
+    """
+    del path
+    store: Store = _made(FaultyStore if faults.is_armed() else LocalStore, stage)
+    return store
+
+
+def reader(path: Path) -> Callable[[int, int], bytes]:
+    """Return a function that reads ``nbytes`` of a file at ``offset``; see :meth:`Store.read`."""
+    return partial(store_of(path).read, path)

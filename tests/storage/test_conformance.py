@@ -1,0 +1,360 @@
+"""Every store does what its contract says: the one of file systems, the same with fault points, and one in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from memory_store import MemoryStore
+
+from datastates._base import faults
+from datastates._base.faults import Fault
+from datastates.errors import StorageError
+from datastates.storage import Store, store_of
+from datastates.storage.faulty import FaultyStore
+from datastates.storage.local import LocalStore
+
+STORES: dict[str, Callable[[], Store]] = {
+    "local": lambda: LocalStore("store"),
+    "faulty": lambda: FaultyStore("store"),
+    "memory": MemoryStore,
+}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> Store:
+    return STORES[request.param]()
+
+
+@pytest.fixture
+def root(store: Store, tmp_path: Path) -> Path:
+    """A folder with nothing in it."""
+    store.make_folder(tmp_path / "root")
+    return tmp_path / "root"
+
+
+def fails(number: int, operation: str, path: Path, call: Callable[[], object]) -> None:
+    with pytest.raises(StorageError) as caught:
+        call()
+    assert (caught.value.errno, caught.value.operation, caught.value.filename) == (number, operation, str(path))
+
+
+# --- files
+
+
+def test_a_file_that_was_made_is_read(store: Store, root: Path) -> None:
+    store.create(root / "a", b"0123456789")
+    assert store.read(root / "a", 2, 3) == b"234"
+    assert store.read(root / "a", 4, 0) == b""
+    assert store.read_all(root / "a") == store.read_all(root / "a", 10) == b"0123456789"
+    assert store.head(root / "a", 4) == b"0123"
+    assert store.head(root / "a", 40) == b"0123456789"
+    store.will_need(root / "a", 0, 10)
+    store.will_need(root / "none", 0, 10)
+
+
+def test_no_range_is_cut_short(store: Store, root: Path) -> None:
+    store.create(root / "a", b"0123")
+    fails(0, "read", root / "a", lambda: store.read(root / "a", 2, 3))
+    fails(0, "read", root / "a", lambda: store.read(root / "a", 9, 1))
+
+
+def test_a_file_that_is_too_long_is_refused(store: Store, root: Path) -> None:
+    store.create(root / "a", b"0123")
+    fails(errno.EFBIG, "read", root / "a", lambda: store.read_all(root / "a", 3))
+
+
+def test_a_file_that_is_absent(store: Store, root: Path) -> None:
+    none = root / "none"
+    assert store.look(none) is None
+    assert not any(is_there(none) for is_there in (store.exists, store.is_file, store.is_folder, store.is_link))
+    assert store.length_if_there(none) is None
+    store.remove(none, missing_ok=True)
+    fails(errno.ENOENT, "stat", none, lambda: store.length(none))
+    fails(errno.ENOENT, "read", none, lambda: store.read(none, 0, 1))
+    fails(errno.ENOENT, "read", none, lambda: store.read_all(none))
+    fails(errno.ENOENT, "unlock", none, lambda: store.remove(none, operation="unlock"))
+    fails(errno.ENOENT, "rename", root / "a", lambda: store.rename(none, root / "a"))
+    fails(errno.ENOENT, "rename", root / "a", lambda: store.rename_new(none, root / "a"))
+    fails(errno.ENOENT, "lock", none, lambda: store.open_lock(none))
+    fails(errno.ENOENT, "open", none, lambda: store.open_lock(none, write=False))
+    fails(errno.ENOENT, "open", none / "a", lambda: store.create(none / "a", b""))
+
+
+def test_a_file_is_made_once(store: Store, root: Path) -> None:
+    made: list[int] = []
+    refused: list[int] = []
+    together = threading.Barrier(8)
+
+    def make(number: int) -> None:
+        together.wait()
+        try:
+            store.create(root / "a", str(number).encode())
+        except StorageError as error:
+            refused.append(error.errno)
+        else:
+            made.append(number)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = made
+    assert refused == [errno.EEXIST] * 7
+    assert store.read_all(root / "a") == str(winner).encode()
+
+
+def test_a_file_is_replaced_at_once(store: Store, root: Path) -> None:
+    store.replace(root / "a", b"old")
+    before = store.look(root / "a")
+    store.replace(root / "a", b"newer")
+    after = store.look(root / "a")
+    assert store.read_all(root / "a") == b"newer"
+    assert store.names(root) == ["a"]
+    assert before is not None
+    assert after is not None
+    assert before.version != after.version
+
+
+def test_touching_changes_no_contents(store: Store, root: Path) -> None:
+    store.touch(root / "a")
+    assert store.read_all(root / "a") == b""
+    store.replace(root / "a", b"data")
+    store.touch(root / "a")
+    assert store.read_all(root / "a") == b"data"
+
+
+def test_lengths_of_many(store: Store, root: Path) -> None:
+    for n in range(40):
+        store.create(root / str(n), bytes(n))
+    assert store.lengths([root / str(n) for n in range(41)]) == [*range(40), None]
+    assert store.length(root / "7") == 7
+
+
+def test_a_file_that_is_written_in_pieces(store: Store, root: Path) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    for direct in (False, True):
+        writer = store.writer(root / str(direct), direct=direct)
+        writer.write_unaligned()
+        writer.write(b"b" * page, page)
+        writer.write(b"a" * page, 0)
+        writer.cut(page + 3)
+        writer.write(b"tail", page + 3)
+        writer.sync()
+        writer.close()
+        writer.close()
+        assert store.read_all(root / str(direct)) == b"a" * page + b"bbbtail"
+        fails(errno.EEXIST, "open", root / str(direct), lambda d=direct: store.writer(root / str(d), direct=False))
+
+
+def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Path) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    store.create(root / "source", b"x" * page + b"y" * page)
+    writer = store.writer(root / "target", direct=False)
+    writer.cut(page)
+    shared = writer.share(root / "source", page, page, 0)
+    assert not writer.share(root / "none", 0, page, 0)
+    writer.close()
+    assert store.read_all(root / "target") == (b"y" if shared else b"\0") * page
+
+
+# --- folders
+
+
+def test_folders_hold_files(store: Store, root: Path) -> None:
+    store.make_folder(root / "a" / "b")
+    store.make_folder(root / "a" / "b")
+    store.create(root / "a" / "file", b"1")
+    assert sorted(store.names(root / "a")) == ["b", "file"]
+    assert store.names(root / "none") == store.names(root / "a" / "file") == []
+    assert store.is_folder(root / "a")
+    assert not store.is_file(root / "a")
+    assert store.is_file(root / "a" / "file")
+    assert store.exists(root / "a", follow=False)
+    store.sync_folder(root / "a")
+    fails(errno.EEXIST, "mkdir", root / "a", lambda: store.add_folder(root / "a"))
+    store.add_folder(root / "a", exist_ok=True)
+    fails(errno.ENOENT, "mkdir", root / "c" / "d", lambda: store.add_folder(root / "c" / "d"))
+
+
+def test_removing_folders(store: Store, root: Path) -> None:
+    store.make_folder(root / "a" / "b")
+    store.create(root / "a" / "file", b"1")
+    fails(errno.ENOTEMPTY, "rmdir", root / "a", lambda: store.remove_empty(root / "a"))
+    store.remove_empty(root / "a" / "b")
+    store.remove_tree(root / "a")
+    assert store.names(root) == []
+    store.remove_tree(root / "a")
+    store.remove_tree(root / "a", tolerant=True)
+
+
+def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Path) -> None:
+    store.make_folder(root / "a" / "deep")
+    store.create(root / "a" / "deep" / "file", b"1")
+    before = store.look(root / "a")
+    store.rename(root / "a", root / "b")
+    after = store.look(root / "b")
+    assert store.read_all(root / "b" / "deep" / "file") == b"1"
+    assert store.names(root) == ["b"]
+    assert before is not None
+    assert after is not None
+    assert before.place == after.place
+
+
+def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Store, root: Path) -> None:
+    for name in ("old", "new"):
+        store.create(root / name, name.encode())
+    store.rename(root / "new", root / "old")
+    assert store.read_all(root / "old") == b"new"
+    store.make_folder(root / "full" / "inside")
+    store.make_folder(root / "empty")
+    with pytest.raises(StorageError) as caught:
+        store.rename(root / "empty", root / "full")
+    assert caught.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
+    store.rename(root / "full", root / "empty")
+    assert sorted(store.names(root)) == ["empty", "old"]
+
+
+def test_a_new_name_replaces_nothing(store: Store, root: Path) -> None:
+    for name in ("a", "b"):
+        store.create(root / name, name.encode())
+    fails(errno.EEXIST, "rename", root / "b", lambda: store.rename_new(root / "a", root / "b"))
+    assert store.read_all(root / "b") == b"b"
+    store.rename_new(root / "a", root / "c")
+    assert sorted(store.names(root)) == ["b", "c"]
+
+
+# --- locks
+
+
+def test_locks_exclude_and_share(store: Store, root: Path) -> None:
+    with store.open_lock(root / "a", create=b"mark") as first, store.open_lock(root / "a") as second:
+        assert store.read_all(root / "a") == b"mark"
+        assert first.hold(shared=True) is True
+        assert second.hold(shared=True) is True
+        assert second.hold() is False
+        first.close()
+        first.close()
+        assert second.hold() is True
+        with store.open_lock(root / "a", write=False) as third:
+            assert third.hold(shared=True) is False
+            second.close()
+            assert third.hold(shared=True) is True
+
+
+def test_a_lock_knows_where_its_file_is(store: Store, root: Path) -> None:
+    with store.open_lock(root / "a", create=b"") as lock:
+        assert lock.is_at(root / "a")
+        store.rename(root / "a", root / "b")
+        assert not lock.is_at(root / "a")
+        assert lock.is_at(root / "b")
+        store.replace(root / "b", b"another")
+        assert not lock.is_at(root / "b")
+
+
+def test_a_folder_is_locked(store: Store, root: Path) -> None:
+    with store.open_lock(root, write=False) as one, store.open_lock(root, write=False) as other:
+        assert one.hold() is True
+        assert other.hold() is False
+
+
+# --- what file systems have besides
+
+
+def test_links_are_followed_or_not(tmp_path: Path) -> None:
+    store = LocalStore("store")
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "loose").symlink_to(tmp_path / "none")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert store.is_link(tmp_path / "link")
+    assert store.is_file(tmp_path / "link")
+    assert not store.is_link(tmp_path / "file")
+    assert store.target(tmp_path / "loose") == str(tmp_path / "none")
+    assert not store.exists(tmp_path / "loose")
+    assert store.exists(tmp_path / "loose", follow=False)
+    assert store.look(tmp_path / "loop") is None
+    assert store.look(tmp_path / "file" / "below") is None
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    store = LocalStore("store")
+    entry = store.look(tmp_path / "pipe")
+    assert entry is not None
+    assert entry.kind == "other"
+    for call in (lambda: store.read(tmp_path / "pipe", 0, 1), lambda: store.open_lock(tmp_path / "pipe", write=False)):
+        with pytest.raises(StorageError, match="not a regular file"):
+            call()
+
+
+def test_a_lock_is_seen_by_other_processes_and_given_up_with_its_process(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    script = """
+import pathlib, sys
+from datastates.storage import store_of
+path = pathlib.Path(sys.argv[1])
+print(store_of(path).open_lock(path, create=b"").hold(), flush=True)
+"""
+
+    def other() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "a")], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    with store.open_lock(tmp_path / "a", create=b"") as lock:
+        assert lock.hold() is True
+        assert other() == "False"
+    assert other() == "True"
+    with store.open_lock(tmp_path / "a") as lock:
+        assert lock.hold() is True
+
+
+# --- fault points
+
+
+def test_each_system_call_of_the_faulty_store_can_fail(tmp_path: Path) -> None:
+    store = FaultyStore("place")
+    calls: dict[str, Callable[[], object]] = {
+        "place.stat": lambda: store.look(tmp_path),
+        "place.list": lambda: store.names(tmp_path),
+        "place.read": lambda: store.read_all(tmp_path / "a"),
+        "place.read_range": lambda: store.read(tmp_path / "a", 0, 1),
+        "place.open": lambda: store.create(tmp_path / "b", b""),
+        "place.write": lambda: store.create(tmp_path / "c", b"1"),
+        "place.sync": lambda: store.create(tmp_path / "d", b""),
+        "place.mkdir": lambda: store.make_folder(tmp_path / "e"),
+        "place.sync_directory": lambda: store.make_folder(tmp_path / "f"),
+        "place.rename": lambda: store.rename(tmp_path / "a", tmp_path / "g"),
+        "place.remove": lambda: store.remove(tmp_path / "a"),
+        "place.rmdir": lambda: store.remove_empty(tmp_path),
+        "place.lock": lambda: store.open_lock(tmp_path / "h", create=b""),
+        "place.truncate": lambda: store.writer(tmp_path / "i", direct=False).cut(1),
+    }
+    (tmp_path / "a").write_bytes(b"1")
+    for point, call in calls.items():
+        faults.arm(Fault(point, "fail", errno.EIO))
+        try:
+            with pytest.raises(StorageError) as caught:
+                call()
+        finally:
+            faults.clear()
+        assert caught.value.errno == errno.EIO
+        assert str(tmp_path) in str(caught.value.filename)
+
+
+def test_only_what_is_armed_passes_fault_points(tmp_path: Path) -> None:
+    assert type(store_of(tmp_path)) is LocalStore
+    faults.arm(Fault("store.rename", "fail", errno.EIO))
+    try:
+        assert type(store_of(tmp_path)) is FaultyStore
+    finally:
+        faults.clear()
