@@ -17,12 +17,12 @@ from accelerate.utils import DistributedType, constants, other
 from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, having, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import location
 
 _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": other}
 """The name by which accelerate calls safetensors' ``save_file``."""
@@ -91,7 +91,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         if not config.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
-            paths.refuse_address(output_dir)
+            location.refuse_address(output_dir)
             self.save(Path(output_dir).absolute(), write)
             return Path(output_dir)
         project = Path(accelerator.project_dir)

@@ -24,6 +24,7 @@ from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.storage import Location
 
 _log = logging.getLogger("datastates")
 
@@ -103,8 +104,8 @@ class FolderCheckpoints:
             room = room or target.parent
             world = self._prepare(room, target)
         looks.finish(target)  # what it holds then is what this checkpoint replaces
-        attempt, hidden = world.token(name), room / f".{target.name}"
-        staged = manifest.partial(hidden, attempt) / target.name
+        pending = manifest.Pending(Location(room / f".{target.name}"), world.token(name))
+        staged = Path(pending.directory / target.name)
         snapshots: list[Snapshot] = []
         before: naming.Contents = {}
         spoiled: Exception | None = None
@@ -145,7 +146,6 @@ class FolderCheckpoints:
         self.snapshots = in_flight | {final: snapshots}
         try:
             with looks.unwatched():
-                pending = manifest.Pending(hidden, attempt)
                 locked.callback(pending.close)
                 manifest.begin(pending)
                 naming.refuse(target)
@@ -243,7 +243,7 @@ class FolderCheckpoints:
     def _prepare(self, room: Path, target: Path) -> World:
         """The ranks that save together; rank 0 first removes what interrupted runs left of folders named alike."""
         if self._world is None:
-            self._world = world_of(None, None, room, self._timeout)
+            self._world = world_of(None, None, Location(room), self._timeout)
         names = naming.alike(target.name)
         if self._world.rank == 0 and (room, names) not in self._swept:
             self._swept.add((room, names))

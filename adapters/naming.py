@@ -15,10 +15,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datastates._base import paths
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
-from datastates.storage import store_of
+from datastates.storage import Location, location, store_of
 from datastates.storage.local import opened
 
 _log = logging.getLogger("datastates")
@@ -58,7 +57,8 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
         OSError: The file system has failed. What was there is there again.
     """
     refuse(final)
-    store_of(final).make_folder(final.parent)
+    home = Location(final.parent)
+    store_of(home).make_folder(home)
     old, kept = staged.with_name(_OLD) / final.name, before
     if final.exists():
         kept = _keep(final, staged, before, replace=replace)
@@ -67,11 +67,11 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     try:
         if final.exists() and _move(final, old):
             kept = contents(old)
-        store_of(final).rename(staged, final)
+        store_of(home).rename(Location(staged), Location(final))
     except OSError:
         _put_back(old, final)
         raise
-    store_of(final).sync_folder(final.parent)
+    store_of(home).sync_folder(home)
     _keep(old, final, kept, replace=True)  # what was written between the look and the rename
     clear(staged, final.parent)
 
@@ -105,7 +105,7 @@ def numbered(name: str) -> re.Pattern[str]:
 
 def alike(name: str) -> re.Pattern[str]:
     """Matches the hidden folders of checkpoints with a name, or with other numbers in that name."""
-    stem = paths.stem_of_partial(f".{name}")
+    stem = location.stem_of_partial(f".{name}")
     if stem == f".{name}":
         return numbered(stem)
     # a long name is cut after more or fewer of its characters with other numbers, and has another digest
@@ -121,11 +121,11 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
         home: The folder that checkpoints are to be in.
     """
     try:
-        for hidden in retention.debris(room, names):
+        for hidden in map(Path, retention.debris(Location(room), names)):
             for old in (hidden / _OLD).glob("*"):
                 if (hidden / old.name).exists():  # the run ended before the new one had the name
                     _put_back(old, home / old.name)
-        retention.sweep(room, names)
+        retention.sweep(Location(room), names)
     except OSError as error:  # this rank must not fail for that, as the others go on
         _log.warning("what an interrupted run left could not be removed: %s", error)
 
@@ -153,14 +153,14 @@ def _keep_one(entry: Path, new: Path) -> None:
         new.mkdir(parents=True, exist_ok=True)
         return
     new.parent.mkdir(parents=True, exist_ok=True)
-    second = new.with_name(f"{paths.stem_of_partial(f'.{new.name}')}.kept")
+    second = new.with_name(f"{location.stem_of_partial(f'.{new.name}')}.kept")
     try:
         os.link(entry, second, follow_symlinks=False)
     except OSError:  # a file system without links
         shutil.copy2(entry, second, follow_symlinks=False)
     os.replace(second, new)
     second.unlink(missing_ok=True)  # a rename to the same file does nothing
-    store_of(new).sync_folder(new.parent)
+    store_of(home := Location(new.parent)).sync_folder(home)
 
 
 def _move(folder: Path, to: Path) -> bool:

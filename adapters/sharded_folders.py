@@ -21,6 +21,7 @@ from datastates.adapters.torch_files import no_buffer_of
 from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.state import dtensors
+from datastates.storage import Location
 
 
 class ShardedFolders:
@@ -61,9 +62,9 @@ class ShardedFolders:
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
                 writer.lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
-                session = session_of(writer, path)
+                session = session_of(writer, Location(path))
                 planner = options.get("planner") or DefaultSavePlanner()
-                snapshots.append(session.save(state_dict, path, planner, owned=owned))
+                snapshots.append(session.save(state_dict, Location(path), planner, owned=owned))
                 return None
 
             return save

@@ -36,6 +36,7 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state import arrays, dtensors, keys
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
+from datastates.storage import Location
 
 _log = logging.getLogger("datastates")
 _WORD = 8
@@ -218,7 +219,7 @@ class TorchFiles:
         engine = self._start()
         if kind not in self._savers:
             self._savers[kind] = Saver(engine.executor, framing)
-        return engine.take_file(self._savers[kind], [provider], path, attempt=attempt, begin=begin)
+        return engine.take_file(self._savers[kind], [provider], Location(path), attempt=attempt, begin=begin)
 
     def then(
         self,
@@ -293,10 +294,10 @@ class TorchFiles:
         ended.wait()
         return failures[0] if failures and self.settings.on_error == "raise" else None
 
-    def under_way(self, folder: Path) -> list[Course]:
+    def under_way(self, folder: os.PathLike[str]) -> list[Course]:
         """The courses of the files that are being written into a folder."""
         in_flight = self._engine.pending() if self._engine is not None else []
-        return [course for course in in_flight if folder in course.path.parents]
+        return [course for course in in_flight if Location(folder) in course.path.parents]
 
     def give_up(self, pending: manifest.Pending) -> None:
         """Abandon a folder, if need be in the background, once the files that are being written into it have ended."""

@@ -13,6 +13,7 @@ from datastates.container.pickle_reader import Trust
 from datastates.executor.make import make_executor
 from datastates.reading import whole_checkpoint
 from datastates.saving import gate
+from datastates.storage import Location
 
 
 def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
@@ -31,7 +32,7 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
     """
     gate.pass_all()  # what is loaded is about to be copied over the training state
     return whole_checkpoint.load(
-        path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location)
+        Location(path), lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location)
     )
 
 

@@ -20,12 +20,12 @@ from transformers import trainer_callback, trainer_utils
 from transformers.integrations import integration_utils
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import location
 
 _log = logging.getLogger("datastates")
 _GIVEN_A_FOLDER = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model")
@@ -57,7 +57,7 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
     """
     warn_of_untried("transformers")
     settings = FolderSettings.of(options)
-    paths.refuse_address(trainer.args.output_dir)
+    location.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
     called = {**_SAVE_FILE, "rotate_checkpoints": trainer_utils}
     unknown += [f"{module.__name__}.{name}" for name, module in called.items() if not hasattr(module, name)]

@@ -8,11 +8,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from datastates._base import paths
-from datastates._base.paths import PathLike
 from datastates.commit import health, manifest, newest
 from datastates.commit.directories import checked_step
 from datastates.config import IoSettings, RankSettings
@@ -41,17 +38,18 @@ from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.pytrees import is_leaf
 from datastates.storage import store_of
+from datastates.storage.location import Location, PathLike
 
 _log = logging.getLogger("datastates")
 IN_PYTHON = "take it with step={step}"
 """How a caller takes another step."""
 
 
-def open_world(settings: RankSettings, directory: Path) -> World:
+def open_world(settings: RankSettings, directory: Location) -> World:
     return world_of(settings.rank, settings.world_size, directory, settings.rank_timeout)
 
 
-def world_beside(path: Path) -> Path:
+def world_beside(path: Location) -> Location:
     """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
     has_checkpoints = (
         store_of(path).is_folder(path)
@@ -61,7 +59,7 @@ def world_beside(path: Path) -> Path:
     return path if has_checkpoints else path.parent
 
 
-def refuse_checkpoint(directory: Path) -> None:
+def refuse_checkpoint(directory: Location) -> None:
     """Raise ValueError if a directory for checkpoints is itself one: restore would find none of those saved in it."""
     if manifest.look(directory) is not None:
         raise ValueError(
@@ -75,7 +73,7 @@ def refuse_checkpoint(directory: Path) -> None:
         )
 
 
-def warn_of_other(directory: Path) -> None:
+def warn_of_other(directory: Location) -> None:
     """Where a directory has no checkpoint of a training run, log which other checkpoint lies in it."""
     if (there := recognise.newest_other(directory)) is not None:
         path, what = there
@@ -96,7 +94,7 @@ def check_order(providers: Sequence[StateProvider]) -> None:
         raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
 
 
-def open_other(kind: Format, path: Path, meeting: Meeting, request: RestoreRequest) -> Tensors:
+def open_other(kind: Format, path: Location, meeting: Meeting, request: RestoreRequest) -> Tensors:
     """Open a checkpoint of another format on all ranks, which must want the same of it.
 
     Raises:
@@ -118,7 +116,7 @@ def open_other(kind: Format, path: Path, meeting: Meeting, request: RestoreReque
     return opened.tensors
 
 
-def of_step(opened: Opened, path: Path, step: int | None) -> Opened:
+def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
     """A checkpoint that is of a step, if one is wanted; raises CheckpointNotFoundError if it is not."""
     if step is not None and (saved := opened.tensors.step) != step:
         of = "no step that it names" if saved is None else f"step {saved}"
@@ -133,7 +131,7 @@ def opened(path: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterato
     If the newest checkpoint of a directory is damaged, the error names an older one that looks whole, and ``advice``
     tells how to take it.
     """
-    given, wish = paths.local(path), None if step is None else checked_step(step)
+    given, wish = Location.of(path), None if step is None else checked_step(step)
     with (
         recognise.kept(given, wish) as (kind, found),
         health.advice(found, advice if found != given and wish is None else None),
@@ -158,7 +156,7 @@ def export(
 
     The arguments and errors are those of :func:`datastates.export`, ``advice`` is that of :func:`opened`.
     """
-    to, cast, globs = paths.local(target), cast_type(dtype), checked_keys(keys)
+    to, cast, globs = Location.of(target), cast_type(dtype), checked_keys(keys)
     if shard_size is not None and is_file(to):
         raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
     nbytes = None if shard_size is None else parse_size(str(shard_size))
@@ -179,7 +177,7 @@ def export(
 
 
 def restore_by(
-    path: Path,
+    path: Location,
     providers: Sequence[StateProvider],
     meetings: Callable[[int], Meeting],
     executor: Callable[[int], Executor],
@@ -224,7 +222,7 @@ def restore_by(
 
 
 def compare_by(
-    path: Path,
+    path: Location,
     providers: Sequence[StateProvider],
     meeting: Meeting,
     executor: Callable[[int], Executor],
@@ -255,7 +253,7 @@ def _checked(
 
 
 def load_like(
-    path: Path, like: Mapping[str, Any], executor: Callable[[int], Executor], options: Mapping[str, Any]
+    path: Location, like: Mapping[str, Any], executor: Callable[[int], Executor], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Read trees into new arrays like those of others; arguments and errors are those of :func:`datastates.load`."""
     from datastates.providers.pytree import from_pytree

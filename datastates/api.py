@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates._base import paths
-from datastates._base.paths import PathLike
 from datastates.commit import retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.directories import checked_step
@@ -38,6 +35,7 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state.new_memory import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
 from datastates.storage import store_of
+from datastates.storage.location import Location, PathLike
 
 
 class _CompareArguments(CompareOptions, RankOptions, total=False):
@@ -82,10 +80,10 @@ def snapshot(
         StorageError: The directory around ``path`` cannot be listed, or cleaned of what interrupted runs left.
     """
     name = "snapshot"
-    with telling(lambda: paths.local(path).parent, options, partial(refuse_to_meet, name)):
+    with telling(lambda: Location.of(path).parent, options, partial(refuse_to_meet, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
-        target, step = paths.local(path), checked_step(step)
+        target, step = Location.of(path), checked_step(step)
     world = _calls.open_world(settings, target.parent)
 
     def prepare() -> bytes:
@@ -131,12 +129,12 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
 @contextlib.contextmanager
 def _met(
     name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any]
-) -> Iterator[tuple[Callable[[int], Executor], Path, Format | None, World]]:
+) -> Iterator[tuple[Callable[[int], Executor], Location, Format | None, World]]:
     """A maker of executors, the path, its format if it is not this package's, and the ranks that meet to restore."""
-    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
+    with telling(lambda: _calls.world_beside(Location.of(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
-        given = paths.local(path)
+        given = Location.of(path)
         other = recognise.other(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
         yield partial(make_executor, settings), given, other, world
@@ -228,7 +226,7 @@ def load(
         if into != AS_SAVED:
             raise ValueError(f"like: its arrays say what they are, beside framework={framework!r}, device={device!r}")
         request = {"step": step, "trust": trust}
-        return _calls.load_like(paths.local(path), like, partial(make_executor, settings), request)
+        return _calls.load_like(Location.of(path), like, partial(make_executor, settings), request)
     with _calls.opened(path, step) as found:
         return found.load(partial(make_executor, settings), trust=trust, into=into)
 

@@ -15,8 +15,6 @@ from types import TracebackType
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates._base import paths
-from datastates._base.paths import PathLike
 from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.directories import checked_step
@@ -41,6 +39,7 @@ from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 from datastates.storage import store_of
+from datastates.storage.location import Location, PathLike
 
 _log = logging.getLogger("datastates")
 
@@ -81,19 +80,20 @@ class Checkpointer:
             RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
         """
         self._name = "checkpointer"
-        with telling(lambda: paths.local(directory), options, partial(refuse_to_meet, self._name)):
+        with telling(lambda: Location.of(directory), options, partial(refuse_to_meet, self._name)):
             self.settings = Settings.of(options)
-            self.directory = paths.local(directory)
+            self._root = Location.of(directory)
+            self.directory = Path(self._root)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
-            _calls.refuse_checkpoint(self.directory)
-            store_of(self.directory).make_folder(self.directory)
+            _calls.refuse_checkpoint(self._root)
+            store_of(self._root).make_folder(self._root)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
-            world = _calls.open_world(self.settings, self.directory)
+            world = _calls.open_world(self.settings, self._root)
             undo.callback(world.close)
-            self._opening = Opening.decode(self.directory, meet(world, self._name, self.directory, self._prepare))
+            self._opening = Opening.decode(self._root, meet(world, self._name, self._root, self._prepare))
             undo.pop_all()
         self._snapshots = 0
         self._restores = itertools.count()
@@ -106,7 +106,7 @@ class Checkpointer:
         )
         prepare(executor, self.settings)
         self._retention = threading.Lock()
-        self._order = Order(self.directory)
+        self._order = Order(self._root)
         self._taken: list[Course] = []
         self._closed = False
         self.failures = 0
@@ -114,8 +114,8 @@ class Checkpointer:
 
     def _prepare(self) -> bytes:
         """Called on rank 0 before any rank writes into the directory; returns what all ranks are to know."""
-        retention.sweep(self.directory)
-        return Opening.begin(self.directory).encode()
+        retention.sweep(self._root)
+        return Opening.begin(self._root).encode()
 
     # --- saving
 
@@ -177,17 +177,17 @@ class Checkpointer:
         self._taken.append(course_of(taken))
         return taken
 
-    def _places(self, step: int) -> tuple[Callable[[], Path], Callable[[], Path]]:
+    def _places(self, step: int) -> tuple[Callable[[], Location], Callable[[], Location]]:
         """What returns the path that the step's checkpoint is expected to have, and the path to commit it to."""
         is_alone = self._engine.world.size == 1
         # of several ranks only the coordinator knows the revision, and only when it commits
-        chosen = cache(partial(directories.target, self.directory, step))
-        final = chosen if is_alone else partial(directories.target, self.directory, step, in_flight=False)
+        chosen = cache(partial(directories.target, self._root, step))
+        final = chosen if is_alone else partial(directories.target, self._root, step, in_flight=False)
 
-        def expected() -> Path:
+        def expected() -> Location:
             if self._engine.world.rank == 0:
                 self._opening.begin_to_save()
-            return chosen() if is_alone else self.directory / directories.step_name(step)
+            return chosen() if is_alone else self._root / directories.step_name(step)
 
         return expected, final
 
@@ -213,7 +213,7 @@ class Checkpointer:
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""
         with self._retention:
-            retention.retain(self.directory, self.settings.keep_last, self.settings.keep_every)
+            retention.retain(self._root, self.settings.keep_last, self.settings.keep_every)
 
     # --- restoring
 
@@ -257,7 +257,7 @@ class Checkpointer:
         refuse_outdated(self._engine.world)
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
         restored = _calls.restore_by(
-            self.directory,
+            self._root,
             providers,
             partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,
@@ -265,16 +265,16 @@ class Checkpointer:
             wait=self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
         )
         if restored is None and self._engine.world.rank == 0:
-            _calls.warn_of_other(self.directory)
+            _calls.warn_of_other(self._root)
         return restored
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
-        return list(newest.committed(self.directory))
+        return list(newest.committed(self._root))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        return next(reversed(newest.by_certain_age(self.directory)), None)
+        return next(reversed(newest.by_certain_age(self._root)), None)
 
     # --- ending
 
@@ -324,7 +324,7 @@ class Checkpointer:
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise ClosedError(f"the checkpointer of {self.directory} is closed")
+            raise ClosedError(f"the checkpointer of {self._root} is closed")
 
     def _failure(self) -> BaseException | None:
         """The first background failure since the last call, if the settings say to raise it. The others are logged."""

@@ -5,34 +5,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import pickle
 import threading
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates.errors import StorageError
-from datastates.storage import store_of
+from datastates.storage import Location, store_of
 
 _log = logging.getLogger("datastates")
 FILE = ".metadata"
 _publishing = threading.Lock()
 
 
-def path_of(directory: Path, rank: int | None) -> Path:
+def path_of(directory: Location, rank: int | None) -> Location:
     """The path of ``.metadata``; with ``rank``, of that rank's own file, where ranks save without collectives."""
     return directory / (FILE if rank is None else f"__{rank}{FILE}")
 
 
-def read(path: Path) -> Metadata | None:
+def read(path: Location) -> Metadata | None:
     """Unpickle the metadata; None if the file is missing, unreadable or holds something else."""
     try:
-        found = pickle.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
+        if not store_of(path).exists(path):
+            return None
+        found = pickle.loads(store_of(path).read_all(path))
     except Exception as error:
         _log.warning("%s cannot be read, and is replaced: %s", path, error)
         return None
@@ -46,7 +46,7 @@ def files(metadata: Metadata | None) -> set[str]:
 
 
 def publish(
-    path: Path, metadata: Metadata, results: Iterable[Sequence[WriteResult]], storage_meta: StorageMeta | None
+    path: Location, metadata: Metadata, results: Iterable[Sequence[WriteResult]], storage_meta: StorageMeta | None
 ) -> tuple[Metadata, StorageError | None]:
     """Commit a checkpoint: replace ``.metadata`` atomically, then delete the files of the checkpoint before.
 
@@ -68,21 +68,22 @@ def publish(
     made.storage_meta = storage_meta
     made.version = CURRENT_DCP_VERSION
     new = path.with_name(f"{path.name}.tmp")  # the name that torch uses
+    store = store_of(path)
     with _publishing:
         old = files(read(path))
-        new.unlink(missing_ok=True)
+        store.remove(new, missing_ok=True)
         try:
-            store_of(new).create(new, pickle.dumps(made))
-            store_of(path).rename(new, path)
+            store.create(new, pickle.dumps(made))
+            store.rename(new, path)
         except StorageError:
-            new.unlink(missing_ok=True)
+            store.remove(new, missing_ok=True)
             raise
         try:
-            store_of(path).sync_folder(path.parent)
+            store.sync_folder(path.parent)
         except StorageError as error:
             return made, error
     for name in old - files(made):
-        if Path(name).name == name:
+        if os.path.basename(name) == name:
             with contextlib.suppress(OSError):  # no checkpoint needs the file any more
-                (path.parent / name).unlink()
+                store.remove(path.parent / name)
     return made, None

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from datastates._base import paths
 from datastates._base.workers import Workers
 from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
@@ -26,6 +25,8 @@ from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 from datastates.saving.snapshot import course_of
+from datastates.storage import location
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
@@ -76,7 +77,7 @@ class CheckpointEngine:
         # one thread: checkpoints end in the order in which they began
         self._ending = Workers("datastates-deepspeed", 1)
         if self.settings.enabled:
-            self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
+            self._world = world_of(None, None, Location("deepspeed"), self.settings.rank_timeout)
             self._files.prepare()
             atexit.register(self._close_at_exit)
             engines.add(self)
@@ -167,7 +168,7 @@ class CheckpointEngine:
             torch.save(state_dict, path)
             return
         try:
-            paths.refuse_address(path)
+            location.refuse_address(path)
             self._begin_file(state_dict, path)
         except Exception as error:
             if self._context is None:
@@ -185,7 +186,7 @@ class CheckpointEngine:
         try:
             manifest.begin(pending)
             kind = final.name.removesuffix(".pt")
-            taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
+            taken = self._files.write(kind, state_dict, Path(pending.files[0]), lazy, attempt=save.attempt)
             save.add(taken, pending, final)
         except BaseException:
             if not save.has(pending):
@@ -289,10 +290,10 @@ class CheckpointEngine:
             StorageError: The file cannot be read.
             SnapshotAbandonedError: The process that this one was forked from was still saving the file.
         """
-        file = paths.local(path)
+        file = Path(Location.of(path))
         for engine in engines.every():
             engine.wait_for(file)
-        if own.has_ending(file):
+        if own.has_ending(Location(file)):
             return torch_loads.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
         try:

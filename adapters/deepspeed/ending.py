@@ -18,7 +18,7 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot, course_of
-from datastates.storage import store_of
+from datastates.storage import Location, store_of
 
 _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
@@ -29,7 +29,7 @@ def pending_of(final: Path, room: Path | None = None) -> manifest.Pending:
 
     ``room`` is where the folder is to lie, on the file system of ``final``; None: beside it.
     """
-    pending = manifest.Pending((room or final.parent) / f".{final.name}")
+    pending = manifest.Pending(Location((room or final.parent) / f".{final.name}"))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
@@ -43,7 +43,7 @@ def sweep(root: Path) -> None:
         return
     for folder in folders:
         try:
-            retention.sweep(folder, _PENDING)
+            retention.sweep(Location(folder), _PENDING)
         except OSError as error:  # this rank must not fail for that, as the others go on
             if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
                 _log.warning("what an interrupted run left could not be removed: %s", error)
@@ -58,7 +58,7 @@ class _File:
     @property
     def partial(self) -> Path:
         """The path at which it is written."""
-        return self.pending.files[0]
+        return Path(self.pending.files[0])
 
 
 class Save:
@@ -212,15 +212,15 @@ class Save:
 
     def _remove_old(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            store_of(file.final).remove(file.final, missing_ok=True, operation="unlink")
+            store_of(final := Location(file.final)).remove(final, missing_ok=True, operation="unlink")
         for folder in folders:
-            store_of(folder).sync_folder(folder)
+            store_of(place := Location(folder)).sync_folder(place)
 
     def _rename(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            store_of(file.final).rename(file.partial, file.final)
+            store_of(final := Location(file.final)).rename(file.pending.files[0], final)
         for folder in {*folders, *(folder.parent for folder in folders)}:  # and the parents of new folders
-            store_of(folder).sync_folder(folder)
+            store_of(place := Location(folder)).sync_folder(place)
         for file in self._files:
             manifest.abandon(file.pending)
 
@@ -247,7 +247,7 @@ def _publish(latest: Path, tag: str) -> None:
         manifest.begin(pending)
         (new,) = pending.files
         store_of(new).create(new, tag.encode())
-        store_of(latest).rename(new, latest)
+        store_of(new).rename(new, Location(latest))
     finally:
         manifest.abandon(pending)
-    store_of(latest).sync_folder(latest.parent)
+    store_of(folder := Location(latest.parent)).sync_folder(folder)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
 from datastates.adapters import looks, torch_loads
@@ -22,7 +21,8 @@ from datastates.adapters.tried import warn_of_untried
 from datastates.commit import manifest, retention
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
-from datastates.storage import store_of
+from datastates.storage import location, store_of
+from datastates.storage.location import Location
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -116,12 +116,13 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         return asking.needed()
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
-        store_of(final).make_folder(final.parent)
+        home = Location(final.parent)
+        store_of(home).make_folder(home)
         self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
-            retention.sweep(final.parent, _PENDING)
-        pending = manifest.Pending(final.with_name(f".{final.name}"))
+            retention.sweep(home, _PENDING)
+        pending = manifest.Pending(home / f".{final.name}")
         partial = pending.file(final.name)
         ending = Work(lambda: None)  # who takes it ends the checkpoint: by its name, or as interrupted
 
@@ -131,14 +132,14 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             try:
                 if failure is not None:
                     raise failure
-                store_of(final).rename(partial, final)
+                store_of(home).rename(partial, Location(final))
             finally:
                 manifest.abandon(pending)
-            store_of(final).sync_folder(final.parent)
+            store_of(home).sync_folder(home)
 
         try:
             manifest.begin(pending)
-            snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
+            snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy)
             self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
             self.files.then(f"the checkpoint {final}", [course_of(snapshot)], name, final=final)
         except BaseException:
@@ -167,7 +168,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         """
         wait_for_all()
         file = _file(path)
-        if file is None or not file.exists() or not own.has_ending(file):
+        if file is None or not file.exists() or not own.has_ending(Location(file)):
             return super().load_checkpoint(path, map_location, weights_only)
         trust = "all" if weights_only is False else ()
         found: dict[str, Any] = torch_loads.load(file, self.files.settings, map_location, trust)
@@ -198,7 +199,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
 def _file(path: Any) -> Path | None:
     """The file that a path names; None for the address of a store."""
     name = os.fspath(path).removeprefix("file://")
-    return None if paths.is_address(name) else paths.local(name)
+    return None if location.is_address(name) else Path(Location.of(name))
 
 
 with contextlib.suppress(ImportError):  # the Trainer of pytorch_lightning checks for that package's class

@@ -9,11 +9,11 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.lightning import asking
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import location
 
 _METHODS = ("save_checkpoint", "remove_checkpoint")
 _STATE_DICTS = ("optimizer_state", "lightning_module_state_dict")
@@ -89,7 +89,7 @@ class StrategyCheckpoints(FolderCheckpoints):
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Replaces ``save_checkpoint`` of the strategy."""
         filepath = self._strategy.broadcast(filepath)  # that of rank 0, as the strategy does
-        paths.refuse_address(filepath)
+        location.refuse_address(filepath)
         final = Path(os.fspath(filepath)).absolute()
 
         def write(folder: Path, snapshots: list[Snapshot]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -20,7 +19,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, agree
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
@@ -29,6 +27,7 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
 from datastates.reading.reads import Tally
 from datastates.saving import gate
+from datastates.storage import Location, location
 
 _T = TypeVar("_T")
 
@@ -82,8 +81,8 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             CommitError: Another rank could not load its part. A rank that could not raises its own error.
             ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
         """
-        paths.refuse_address(checkpoint_dir)
-        directory = Path(checkpoint_dir)
+        location.refuse_address(checkpoint_dir)
+        directory = Location(checkpoint_dir)
         gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
         # the other ranks must not go on without one that fails
         planned, error = _tried(lambda: self._plan(sharded_state_dict, directory))
@@ -99,7 +98,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         return loaded
 
     def _plan(
-        self, sharded_state_dict: dict[str, Any], directory: Path
+        self, sharded_state_dict: dict[str, Any], directory: Location
     ) -> tuple[Offer | None, Callable[[Neighbours | None], dict[str, Any]]]:
         """Plan a load: what this rank offers the others of its host, and a function that loads."""
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]

@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
@@ -29,6 +27,7 @@ from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import Location, location
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
@@ -110,8 +109,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
         with refusing(self._writer):
-            paths.refuse_address(checkpoint_dir)
-        directory = Path(checkpoint_dir)
+            location.refuse_address(checkpoint_dir)
+        directory = Location(checkpoint_dir)
         session = session_of(self._writer, directory)
         turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)

@@ -7,11 +7,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NoReturn
 
 from datastates import _calls
-from datastates._base import paths
 from datastates.cli import export, output
 from datastates.cli.compare import Differences, compare
 from datastates.cli.inspect import inspect
@@ -24,6 +22,8 @@ from datastates.commit.directories import checked_step
 from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.formats import own
 from datastates.formats.format import Opened, Problem
+from datastates.storage import location
+from datastates.storage.location import Location
 
 STATUS = "exit status: 0 all is well; 1 something is damaged, differs or failed; 2 a wrong call, or nothing to look at"
 _SOURCE = "a checkpoint, a directory of them (the newest), or a file or folder of another format"
@@ -128,12 +128,12 @@ def _step(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no step: an integer from 0 on") from None
 
 
-def _path(text: str) -> Path:
+def _path(text: str) -> Location:
     try:
-        paths.refuse_address(text)
+        location.refuse_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return Path(text)
+    return Location(text)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from datastates import _calls
 from datastates.cli.output import WrongCallError, print_json, printable, say
@@ -16,6 +15,7 @@ from datastates.errors import FormatError
 from datastates.exporting.export import CASTS
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
+from datastates.storage.location import Location
 
 WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
 """What the command does."""
@@ -25,7 +25,7 @@ PATTERN = "re:"
 """What begins a rename by a regular expression."""
 
 
-def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Path]) -> None:
+def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
     """Add the arguments beside the source; ``path`` parses a path."""
     add = command.add_argument
     add(

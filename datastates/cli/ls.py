@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from datastates.cli.output import print_json, printable, say
@@ -13,11 +12,12 @@ from datastates.commit import directories, health, manifest, newest, retention
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
 def ls(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    path: Path = arguments.path
+    path: Location = arguments.path
     kind = recognise.recognise(path)
     found: list[dict[str, Any]] = []
     left: list[str] = []
@@ -53,7 +53,7 @@ def ls(arguments: argparse.Namespace) -> int:
     return 1 if any("error" in e for e in found) else 0
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe(path: Location) -> dict[str, Any]:
     """What the manifest of a checkpoint directory says, and what is wrong with the checkpoint."""
     entry: dict[str, Any] = {"step": None, "name": path.name or str(path), "superseded_by": None}
     with contextlib.suppress(FormatError, StorageError):  # reported below

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.together import is_told
 from datastates.ranks.world import World
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +107,8 @@ class Ballot:
         return b"" if self._opening is None else self._opening.mark
 
     def cast(
-        self, vote: Vote, pending: manifest.Pending, target: Callable[[], Path], retain: Callable[[], None]
-    ) -> Path:
+        self, vote: Vote, pending: manifest.Pending, target: Callable[[], Location], retain: Callable[[], None]
+    ) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
 
         Args:
@@ -124,13 +124,13 @@ class Ballot:
             RanksMissingError: Some ranks did not vote in time.
             StorageError: The only rank could not commit, or the directory where the ranks meet failed.
         """
-        committed: list[Path] = []
+        committed: list[Location] = []
         """On the coordinator, the path of the committed checkpoint. No later failure undoes the commit."""
 
         def decide(data: dict[int, bytes]) -> bytes:
             begin = time.monotonic()
 
-            def target_in_time() -> Path:
+            def target_in_time() -> Location:
                 path = target()
                 # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
                 timeout = self.world.timeout
@@ -145,7 +145,7 @@ class Ballot:
                 return answer
             committed.append(self._commit(votes, pending, target_in_time))
             retain()
-            return _COMMITTED + str(committed[0]).encode("utf-8", "surrogateescape")
+            return _COMMITTED + committed[0].encode()
 
         try:
             done = self.world.agree(self._name, vote.encode(), decide)
@@ -162,7 +162,7 @@ class Ballot:
             raise
         if done[:1] == _SKIPPED:
             raise SnapshotSkippedError(done[1:].decode())
-        return Path(done[1:].decode("utf-8", "surrogateescape"))
+        return Location.decode(done[1:])
 
     def cause_of(self, error: BaseException) -> BaseException:
         """FencedError where a newer run has begun to save in the directory; else ``error``."""
@@ -185,7 +185,7 @@ class Ballot:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
                 self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
-    def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
+    def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Location]) -> Location:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from pathlib import Path
 from typing import Any
 
 from datastates.commit import manifest
 from datastates.errors import CheckpointNotFoundError, FormatError
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
@@ -26,7 +26,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
+def target(root: Location, step: int, *, in_flight: bool = True) -> Location:
     """The path for the next checkpoint of a step. A step saved again gets a new revision: nothing is overwritten.
 
     ``in_flight``: count revisions that are still being written, too.
@@ -43,35 +43,35 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def is_root(path: Path) -> bool:
+def is_root(path: Location) -> bool:
     """Whether a path is a directory with a committed checkpoint in it."""
     return any(manifest.look(e) is not None for e in steps(path))
 
 
-def without_manifest(root: Path) -> list[Path]:
+def without_manifest(root: Location) -> list[Location]:
     """Directories, and links to anything, with the name of a checkpoint, but without a manifest."""
     store = store_of(root)
 
-    def has_none(entry: Path) -> bool:
+    def has_none(entry: Location) -> bool:
         return manifest.look(entry) is None if store.is_folder(entry) else store.is_link(entry)
 
     return [e for name in sorted(store.names(root)) if STEP.match(name) and has_none(e := root / name)]
 
 
-def steps(root: Path) -> list[Path]:
+def steps(root: Location) -> list[Location]:
     """The directories with the name of a checkpoint, sorted. A link is one where it leads to a directory."""
     store = store_of(root)
     return [e for name in sorted(store.names(root)) if STEP.match(name) and store.is_folder(e := root / name)]
 
 
-def entries(root: Path) -> list[Path]:
+def entries(root: Location) -> list[Location]:
     """The directories that are in a directory itself, sorted; links are none."""
     store = store_of(root)
     every = ((root / name, store.look(root / name, follow=False)) for name in sorted(store.names(root)))
     return [path for path, found in every if found is not None and found.kind == "folder"]
 
 
-def of_attempt(target: Path, attempt: str) -> Path | None:
+def of_attempt(target: Location, attempt: str) -> Location | None:
     """The path of an attempt's checkpoint, if it was committed at ``target`` or as a revision of it; else None."""
     for entry in entries(target.parent):
         if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]+", entry.name):

@@ -6,12 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 Identity = dict[str, int | str]
 
@@ -30,14 +30,14 @@ class Ending(Protocol):
         committed: When this process committed it, on the monotonic clock; None if it has not.
     """
 
-    path: Path
+    path: Location
     identity: Identity
     committed: float | None
 
     def open(self) -> None:
         """Make the place for the container. If it raises, or is interrupted, call :meth:`abandon`."""
 
-    def commit(self, vote: Vote) -> Path:
+    def commit(self, vote: Vote) -> Location:
         """Commit the container once it is on stable storage; returns the path of the result."""
 
     def abandon(self, *, made: bool) -> None:
@@ -57,7 +57,7 @@ class CheckpointEnding:
         self,
         pending: manifest.Pending,
         ballot: Ballot,
-        target: Callable[[], Path],
+        target: Callable[[], Location],
         retain: Callable[[], None],
     ) -> None:
         """Write into a pending directory.
@@ -86,7 +86,7 @@ class CheckpointEnding:
         """Make the partial directory; raises StorageError."""
         manifest.begin(self._pending)
 
-    def commit(self, vote: Vote) -> Path:
+    def commit(self, vote: Vote) -> Location:
         """Vote and wait for the other ranks; raises what :meth:`~datastates.commit.ballot.Ballot.cast` does."""
 
         def retain() -> None:
@@ -119,14 +119,14 @@ class CheckpointEnding:
 class FileEnding:
     """The end of a single container file, which the caller publishes itself. See :class:`Ending`."""
 
-    path: Path
+    path: Location
     identity: Identity
     committed: float | None = None
 
     def open(self) -> None:
         """Do nothing: the caller has made the folder."""
 
-    def commit(self, vote: Vote) -> Path:
+    def commit(self, vote: Vote) -> Location:
         """Return the path of the file; the caller does the rest."""
         del vote
         return self.path

@@ -25,7 +25,6 @@ import secrets
 import socket
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from datastates._base.packing import pack, unpack
@@ -33,6 +32,7 @@ from datastates.commit import manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
+from datastates.storage.location import Location
 from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
@@ -43,7 +43,7 @@ _MOST = 1 << 16
 """Most bytes of a file in the folder, and of the lock file of a partial directory."""
 
 
-def _store(root: Path) -> Store:
+def _store(root: Location) -> Store:
     return store_of(root, "opening")
 
 
@@ -52,20 +52,20 @@ class _Record(NamedTuple):
 
     number: int
     kind: str
-    path: Path
+    path: Location
 
 
-def _records(root: Path) -> list[_Record]:
+def _records(root: Location) -> list[_Record]:
     """The files in the folder, the lowest number first."""
     found = filter(None, map(_RECORD.match, _store(root).names(root / FOLDER)))
     return sorted(_Record(int(m[2]), m[1], root / FOLDER / m[0]) for m in found)
 
 
-def _newest_saving(root: Path) -> _Record | None:
+def _newest_saving(root: Location) -> _Record | None:
     return max((record for record in _records(root) if record.kind == "saving"), default=None)
 
 
-def lock_file(root: Path) -> Path:
+def lock_file(root: Location) -> Location:
     """The file to lock while a checkpoint gets its number: another one for each opening that has begun to save."""
     newest = _newest_saving(root)
     return root if newest is None else newest.path
@@ -77,7 +77,7 @@ class Opening:
     Openings of one process never fence each other. Thread-safe.
     """
 
-    def __init__(self, root: Path, number: int, owner: str, *, is_only: bool = False) -> None:
+    def __init__(self, root: Location, number: int, owner: str, *, is_only: bool = False) -> None:
         """Keep what rank 0 found.
 
         Args:
@@ -95,7 +95,7 @@ class Opening:
         _openings.add(self)
 
     @classmethod
-    def begin(cls, root: Path) -> Opening:
+    def begin(cls, root: Location) -> Opening:
         """Number a new opening, as rank 0 does when it opens the directory.
 
         A directory that cannot be written can still be read: the number is then written down by the first snapshot.
@@ -113,7 +113,7 @@ class Opening:
         return pack([self._number, self._owner, self._is_only])
 
     @classmethod
-    def decode(cls, root: Path, data: bytes) -> Opening:
+    def decode(cls, root: Location, data: bytes) -> Opening:
         """The inverse of :meth:`encode`."""
         number, owner, is_only = unpack(data)
         return cls(root, number, owner, is_only=is_only and owner == _owner(os.getpid()))
@@ -190,7 +190,7 @@ class Opening:
         if stopped:
             _store(self.root).sync_folder(self.root)
 
-    def _is_older(self, partial: Path) -> bool:
+    def _is_older(self, partial: Location) -> bool:
         """Whether an older opening of another process writes into a partial directory.
 
         One without a number has yet to be marked, and its process to look whether it is fenced.
@@ -209,7 +209,7 @@ _openings: weakref.WeakSet[Opening] = weakref.WeakSet()
 """Those of this process, and of the process that it was forked off."""
 
 
-def refuse_in(root: Path) -> None:
+def refuse_in(root: Location) -> None:
     """Raise FencedError if this process has opened a directory where a newer run has begun to save since."""
     for opening in list(_openings):
         if opening.root == root:
@@ -228,7 +228,7 @@ def _identity(owner: str) -> bytes:
     return json.dumps(told).encode()
 
 
-def _told(path: Path) -> dict[str, object]:
+def _told(path: Location) -> dict[str, object]:
     """The record in a file of the folder; nothing if it was cut short when its machine went down, or is gone."""
     with contextlib.suppress(OSError, ValueError):
         told = json.loads(_store(path).read_all(path, _MOST))
@@ -237,7 +237,7 @@ def _told(path: Path) -> dict[str, object]:
     return {}
 
 
-def _numbered(root: Path, owner: str) -> int:
+def _numbered(root: Location, owner: str) -> int:
     """Write down a new opening; returns its number, which is above all others."""
     folder = root / FOLDER
     while True:
@@ -253,13 +253,13 @@ def _numbered(root: Path, owner: str) -> int:
                 return number
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Location) -> None:
     """Make the folder, if it is not there."""
     _store(folder).add_folder(folder, exist_ok=True)
     _store(folder).sync_folder(folder.parent)
 
 
-def _forget_lower(root: Path) -> None:
+def _forget_lower(root: Location) -> None:
     """Delete the files of lower numbers, which tell nothing any more. The highest of each kind stays."""
     for kind in ("opened", "saving"):
         for record in [record for record in _records(root) if record.kind == kind][:-1]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from pathlib import Path
 
 from datastates.commit import manifest, newest
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
-def problem(path: Path) -> str | None:
+def problem(path: Location) -> str | None:
     """The fault of a checkpoint directory; None if it looks whole. Does not read its data."""
     try:
         opened = manifest.open(path)
@@ -38,7 +38,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def advice(path: Path, how: str | None) -> Iterator[None]:
+def advice(path: Location, how: str | None) -> Iterator[None]:
     """If the block fails because ``path`` is damaged, name the newest older checkpoint that looks whole in the error.
 
     ``how`` tells the user how to restore that one; ``{step}`` stands for its step. With None, the error stays as it is.
@@ -46,20 +46,20 @@ def advice(path: Path, how: str | None) -> Iterator[None]:
     try:
         yield
     except DatastatesError as error:
-        elsewhere = isinstance(error, StorageError) and not Path(str(error.filename)).is_relative_to(path)
+        elsewhere = isinstance(error, StorageError) and not Location(str(error.filename)).is_relative_to(path)
         if how is not None and is_damage(error) and not elsewhere:
             _add(error, f"; {found}" if (found := older(path, how)) else "")
         raise
 
 
-def older(path: Path, how: str) -> str:
+def older(path: Location, how: str) -> str:
     """Name the newest checkpoint before ``path`` that looks whole, and how to take it; empty if none can be found."""
     with contextlib.suppress(DatastatesError):  # the damage is to be reported even so
         return _older(path, how)
     return ""
 
 
-def _older(path: Path, how: str) -> str:
+def _older(path: Location, how: str) -> str:
     every = list(newest.by_age(path.parent).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):

@@ -15,14 +15,13 @@ import time
 import zlib
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from datastates._base.paths import stem_of_partial
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import Entry, Lock, store_of
+from datastates.storage.location import Location, stem_of_partial
 
 FILE = "manifest.json"
 LOCK = ".lock"
@@ -105,7 +104,7 @@ def container_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def has_step(container: Path, rank: int) -> bool:
+def has_step(container: Location, rank: int) -> bool:
     """Whether a container file is of a checkpoint of this package, by its name or by what lies beside it.
 
     Others, such as those in the checkpoints of frameworks, have no step: 0 stands for it in their index.
@@ -149,7 +148,7 @@ def decode(data: bytes, path: str) -> Manifest:
         raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
 
 
-def partial(target: Path, attempt: str) -> Path:
+def partial(target: Location, attempt: str) -> Location:
     """The partial directory of an attempt to write ``target``."""
     return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
 
@@ -167,7 +166,7 @@ class Pending:
         files: The files of this process.
     """
 
-    def __init__(self, target: Path, attempt: str | None = None, mark: bytes = b"") -> None:
+    def __init__(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> None:
         """Choose the partial directory, beside ``target``; nothing is made yet.
 
         ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
@@ -177,12 +176,12 @@ class Pending:
         self.attempt = attempt or secrets.token_hex(4)
         self.directory = partial(target, self.attempt)
         self.shared = attempt is not None
-        self.files: list[Path] = []
+        self.files: list[Location] = []
         self._mark = mark
         self._is_ours = True
         self._lock: Lock | None = None  # shows other processes that the writer lives
 
-    def file(self, name: str) -> Path:
+    def file(self, name: str) -> Location:
         """The path for a new file of this process."""
         self.files.append(self.directory / name)
         return self.files[-1]
@@ -238,7 +237,7 @@ def begin(pending: Pending) -> Pending:
         time.sleep(0.001)  # until the other process has deleted it
 
 
-def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> Path:
+def commit(pending: Pending, manifest: Manifest, target: Callable[[], Location]) -> Location:
     """Make the pending directory a checkpoint; returns its path. All its other files must be synced.
 
     ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken that
@@ -251,7 +250,7 @@ def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> 
     return publish(pending, target)
 
 
-def publish(pending: Pending, target: Callable[[], Path]) -> Path:
+def publish(pending: Pending, target: Callable[[], Location]) -> Location:
     """Give the pending directory its name; arguments, result and errors are those of :func:`commit`."""
     store = store_of(pending.directory)
     store.sync_folder(pending.directory)
@@ -270,7 +269,7 @@ def publish(pending: Pending, target: Callable[[], Path]) -> Path:
     return path
 
 
-def _rename(directory: Path, target: Callable[[], Path]) -> Path:
+def _rename(directory: Location, target: Callable[[], Location]) -> Location:
     path = target()
     while True:
         try:
@@ -298,12 +297,12 @@ def abandon(pending: Pending) -> None:
             store.remove_tree(pending.directory, tolerant=True)
 
 
-def look(path: Path) -> Entry | None:
+def look(path: Location) -> Entry | None:
     """Look at a checkpoint's manifest; None if it has none, and so is no checkpoint. Raises StorageError."""
     return store_of(path).look(path / FILE)
 
 
-def open(path: Path) -> Manifest:
+def open(path: Location) -> Manifest:
     """Read the manifest of the checkpoint directory ``path``.
 
     Raises:
@@ -322,7 +321,7 @@ def open(path: Path) -> Manifest:
     return decode(data, str(file))
 
 
-def refuse_missing(path: Path, error: StorageError) -> None:
+def refuse_missing(path: Location, error: StorageError) -> None:
     """Raise CheckpointNotFoundError if ``error`` means that ``path`` has no manifest."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {FILE}") from None

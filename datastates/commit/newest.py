@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import STEP, steps, without_manifest
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 _NAMED = 8
 """Steps that a message names."""
 
 
-def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> list[Path]:
+def candidates(path: Location, step: int | None = None, *, certain: bool = True) -> list[Location]:
     """The checkpoints that ``path`` may mean, the newest last: itself, or all in it, or the newest of ``step``.
 
     Args:
@@ -40,14 +40,14 @@ def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> 
 
 
 @functools.cache  # once in a process
-def _warn_of_links(root: Path) -> None:
+def _warn_of_links(root: Location) -> None:
     """Warn of links with the name of a checkpoint that lead to none, as where a storage is not mounted."""
     for entry in without_manifest(root):
         if (store := store_of(entry)).is_link(entry):
             _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
 
 
-def find(path: Path, step: int | None = None) -> Path:
+def find(path: Location, step: int | None = None) -> Location:
     """The checkpoint directory that ``path`` means: itself, or the newest in it, or the newest of ``step``.
 
     Raises:
@@ -58,7 +58,7 @@ def find(path: Path, step: int | None = None) -> Path:
     return found[-1]
 
 
-def refuse_absence(path: Path, step: int | None) -> NoReturn:
+def refuse_absence(path: Location, step: int | None) -> NoReturn:
     """Raise CheckpointNotFoundError for ``path``, or for a step in it. The message says what is there."""
     if store_of(path).is_file(path):
         raise CheckpointNotFoundError(
@@ -68,7 +68,7 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
     raise CheckpointNotFoundError(f"no committed checkpoint{where}{_what_is_there(path)}")
 
 
-def _what_is_there(path: Path) -> str:
+def _what_is_there(path: Location) -> str:
     """The checkpoints that a directory has instead of the wanted one, to end a message."""
     if not store_of(path).exists(path):
         return ", which does not exist"
@@ -80,28 +80,28 @@ def _what_is_there(path: Path) -> str:
     return ""
 
 
-def committed(root: Path) -> dict[int, Path]:
+def committed(root: Location) -> dict[int, Location]:
     """The committed checkpoints below ``root`` by step, ascending. For a step saved again, the newest one."""
     return dict(sorted(by_age(root).items()))
 
 
-def by_age(root: Path, *, certain: bool = False) -> dict[int, Path]:
+def by_age(root: Location, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
-    found: dict[int, Path] = {}
+    found: dict[int, Location] = {}
     for step, path in in_order(root, certain=certain):
         found.pop(step, None)
         found[step] = path
     return found
 
 
-def by_certain_age(root: Path, step: int | None = None) -> dict[int, Path]:
+def by_certain_age(root: Location, step: int | None = None) -> dict[int, Location]:
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:
         StorageError: The manifest of what may be the newest cannot be read.
     """
 
-    def choose() -> Path | None:
+    def choose() -> Location | None:
         return next(reversed(every.values()), None) if step is None else every.get(step)
 
     every = by_age(root)
@@ -115,7 +115,7 @@ def by_certain_age(root: Path, step: int | None = None) -> dict[int, Path]:
     return every
 
 
-def in_order(root: Path, *, certain: bool = False) -> list[tuple[int, Path]]:
+def in_order(root: Location, *, certain: bool = False) -> list[tuple[int, Location]]:
     """Step and path of every committed checkpoint, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
@@ -148,11 +148,11 @@ class Numbered(NamedTuple):
     sequence: int | None
     step: int
     revision: int
-    path: Path
+    path: Location
     changed: int
 
 
-def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
+def numbered(root: Location, *, certain: bool = False) -> list[Numbered]:
     """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest cannot be read."""
     found = []
     for entry in steps(root):
@@ -172,7 +172,7 @@ def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _sequence(path: Path, version: tuple[int, ...]) -> int | None:
+def _sequence(path: Location, version: tuple[int, ...]) -> int | None:
     """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
     del version
     try:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from datastates.commit import manifest
 from datastates.commit.newest import find
 from datastates.errors import CheckpointNotFoundError, StorageError
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Location) -> Iterator[None]:
     """Keep other processes from deleting a checkpoint while it is read, if the file system has locks.
 
     Raises:
@@ -30,7 +30,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
 
 
-def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path | None:
+def keep(find: Callable[[], Location | None], reader: contextlib.ExitStack) -> Location | None:
     """Keep the checkpoint that ``find`` returns from deletion until ``reader`` closes, as :func:`reading` does.
 
     If it is deleted before it can be kept, ``find`` is called again. Returns None if ``find`` does.
@@ -46,7 +46,7 @@ def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path 
 
 
 @contextlib.contextmanager
-def kept(path: Path, step: int | None = None) -> Iterator[Path]:
+def kept(path: Location, step: int | None = None) -> Iterator[Location]:
     """``path`` if it is a file, else what :func:`find` returns, kept from deletion as by :func:`reading`."""
     if store_of(path).is_file(path):
         yield path

@@ -9,25 +9,24 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-from datastates._base.paths import stem_of_partial
 from datastates.commit import fence, health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.commit.newest import in_order
 from datastates.errors import FencedError, StorageError
 from datastates.storage import store_of
+from datastates.storage.location import Location, stem_of_partial
 from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
 
 
-def _newest_first(root: Path) -> list[tuple[int, Path]]:
+def _newest_first(root: Location) -> list[tuple[int, Location]]:
     """Step and path of each committed checkpoint that lies in ``root`` itself. What a link leads to is not ours."""
     return [(step, path) for step, path in reversed(in_order(root, certain=True)) if not store_of(path).is_link(path)]
 
 
-def superseded(root: Path) -> list[Path]:
+def superseded(root: Location) -> list[Location]:
     """The committed checkpoints whose step was saved again later, by one that looks whole.
 
     Raises:
@@ -45,7 +44,7 @@ def superseded(root: Path) -> list[Path]:
     return found[::-1]
 
 
-def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+def outdated(root: Location, keep_last: int | None, keep_every: int | None) -> list[Location]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
 
     A damaged checkpoint does not count towards ``keep_last``: so many are kept that look whole.
@@ -71,7 +70,7 @@ def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[
     return [*again, *old[::-1]]
 
 
-def retain(root: Path, keep_last: int | None, keep_every: int | None) -> None:
+def retain(root: Location, keep_last: int | None, keep_every: int | None) -> None:
     """Delete what :func:`outdated` finds. What cannot be deleted stays, and is logged."""
     with _warning():
         for path in outdated(root, keep_last, keep_every):
@@ -87,7 +86,7 @@ def _warning() -> Iterator[None]:
         _log.warning("an old checkpoint could not be deleted: %s", error)
 
 
-def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
+def debris(root: Location, targets: re.Pattern[str] = STEP) -> list[Location]:
     """The debris of interrupted snapshots and deletions: partial directories that no process is writing.
 
     ``targets`` matches the part of the name before ``.partial-``; the default matches the names of all steps.
@@ -96,7 +95,7 @@ def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
     return [e for e in left if not is_live(e)]
 
 
-def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
+def sweep(root: Location, targets: re.Pattern[str] = STEP) -> None:
     """Delete what :func:`debris` finds, and log each; raises StorageError, but not for what another user left."""
     for path in debris(root, targets):
         _log.warning("removing what an interrupted run left: %s", path)
@@ -108,19 +107,19 @@ def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
             _log.warning("it is another user's, and is left: %s", error)
 
 
-def sweep_beside(target: Path) -> None:
+def sweep_beside(target: Location) -> None:
     """Delete what interrupted runs left of writing the path ``target``; as :func:`sweep`."""
     sweep(target.parent, re.compile(re.escape(stem_of_partial(target.name)) + r"\Z"))
 
 
-def is_live(entry: Path) -> bool:
+def is_live(entry: Location) -> bool:
     """Whether a process is writing into a partial directory. True if its lock cannot be tried."""
     with _unlocked(entry) as unlocked:
         return not unlocked
 
 
 @contextlib.contextmanager
-def _unlocked(entry: Path) -> Iterator[bool]:
+def _unlocked(entry: Location) -> Iterator[bool]:
     """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
     store, path = store_of(entry), entry / manifest.LOCK
     try:
@@ -138,7 +137,7 @@ def _unlocked(entry: Path) -> Iterator[bool]:
         yield lock.hold() is True
 
 
-def remove(path: Path) -> bool:
+def remove(path: Location) -> bool:
     """Delete a checkpoint. A rename first undoes the commit at once, so that nobody sees half a checkpoint.
 
     Returns:
@@ -173,14 +172,14 @@ def remove(path: Path) -> bool:
     return True
 
 
-def _without_manifest(path: Path) -> Path:
+def _without_manifest(path: Location) -> Location:
     """Undo a commit where a directory cannot be renamed: overlayfs renames none of a lower layer."""
     store_of(path).remove(path / manifest.FILE)
     store_of(path).sync_folder(path)
     return path
 
 
-def clear(left: Path) -> None:
+def clear(left: Location) -> None:
     """Delete debris, unless a process holds its lock by now."""
     with _unlocked(left) as unlocked:
         if unlocked:

@@ -7,19 +7,19 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from datastates.commit import fence
 from datastates.commit.newest import numbered
 from datastates.errors import StorageError
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock, store_of
+from datastates.storage.location import Location
 
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
 
-def next_sequence(root: Path) -> int:
+def next_sequence(root: Location) -> int:
     """A sequence number above those of the committed checkpoints below ``root``.
 
     A manifest that cannot be read may hold a number above all others: it counts for one more.
@@ -29,21 +29,21 @@ def next_sequence(root: Path) -> int:
 
 
 @contextlib.contextmanager
-def next_alone(root: Path) -> Iterator[int]:
+def next_alone(root: Location) -> Iterator[int]:
     """:func:`next_sequence`, which nobody else gets until the block ends: it is to commit the checkpoint."""
     with _one_at_a_time(root):
         yield next_sequence(root)
 
 
 @contextlib.contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
+def _one_at_a_time(root: Location) -> Iterator[None]:
     """Keep others that commit in a directory waiting until the block ends, if the file system has locks."""
     with _opened(root) as lock:
         until(lambda: lock.hold() is not False or None, time.monotonic() + _PATIENCE, slowest(1))
         yield
 
 
-def _opened(root: Path) -> Lock:
+def _opened(root: Location) -> Lock:
     while (path := fence.lock_file(root)) != root:
         try:
             return store_of(path).open_lock(path)
@@ -59,7 +59,7 @@ class Order:
     Thread-safe.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Location) -> None:
         """Remember ``root``; nothing is read yet."""
         self._root = root
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from datastates.planning.plans import Chunks
 from datastates.state.shards import StoredArray, full_key
 from datastates.state.strides import span
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 _READ_AT_ONCE = 16
@@ -35,7 +35,7 @@ _READ_AT_ONCE = 16
 class Container:
     """One container file, opened: its index has been checked."""
 
-    path: Path
+    path: Location
     nbytes: int
     index: Index
     index_crc: int
@@ -128,7 +128,7 @@ class Container:
         return data[row.offset - begin :][:nbytes]
 
 
-def open_container(path: Path) -> Container:
+def open_container(path: Location) -> Container:
     """Open one container file.
 
     Raises:
@@ -142,13 +142,13 @@ def open_container(path: Path) -> Container:
 class EncodedIndex:
     """What was read of a container to open it: the file's length, the encoded index, and the footer."""
 
-    path: Path
+    path: Location
     nbytes: int
     index: bytes
     footer: archive.Footer
 
 
-def read_index(path: Path) -> EncodedIndex:
+def read_index(path: Location) -> EncodedIndex:
     """Read what a container is opened by; raises as :func:`open_container` does."""
     nbytes = store_of(path).length(path)
     with _naming(path):
@@ -162,7 +162,7 @@ def _decoded(read: EncodedIndex) -> Container:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Location) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
@@ -173,14 +173,14 @@ def _naming(path: Path) -> Iterator[None]:
 class Named:
     """A container that a manifest or a catalog names: its path, length, CRC-32 of its index, and identity."""
 
-    path: Path
+    path: Location
     nbytes: int
     index_crc: int
     identity: dict[str, Any]
 
     @classmethod
     def of(
-        cls, path: Path, nbytes: int, index_crc: int, *, step: int | None, rank: int, ranks: int, attempt: str
+        cls, path: Location, nbytes: int, index_crc: int, *, step: int | None, rank: int, ranks: int, attempt: str
     ) -> Named:
         """The container of a rank in a checkpoint of several ranks, or of one."""
         return cls(path, nbytes, index_crc, {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt})
@@ -221,7 +221,7 @@ def _checked(named: Named, read: EncodedIndex | None) -> Container | None:
     return one
 
 
-def lost_container(path: Path, rank: int, ranks: int) -> StorageError:
+def lost_container(path: Location, rank: int, ranks: int) -> StorageError:
     """The error for a rank's container that is missing."""
     what = f"{path.name}, the container of rank {rank} of {ranks}, is missing, with all that it held"
     return StorageError(errno.ENOENT, "open", str(path), f"{path.parent} is damaged: {what}: {path}")

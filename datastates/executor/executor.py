@@ -6,7 +6,6 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +20,7 @@ from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.runs import Runs
 from datastates.state.shards import Buffer
+from datastates.storage.location import Location
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
@@ -103,7 +103,7 @@ class Executor:
         self._core().prepare_device(device)
         self._core().reserve(nbytes)
 
-    def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
+    def submit_write(self, path: Location, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
         """Start a write job; eager sources are captured when this returns. If it raises, it leaves no file.
 
         Args:
@@ -116,7 +116,7 @@ class Executor:
 
     def submit_read(
         self,
-        path: Path,
+        path: Location,
         plan: ReadPlan,
         dests: Columns,
         name_record: Callable[[int], str],
@@ -136,7 +136,7 @@ class Executor:
         job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead, exchange)
         return ReadJob(job, plan, name_record)
 
-    def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:
+    def read_ahead(self, path: Location, plan: ReadPlan) -> ReadAhead:
         """Begin to read a file's extents into the host cache, before their destinations are known.
 
         The extents stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must

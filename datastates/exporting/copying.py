@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef
 from datastates.storage import Writer, store_of
+from datastates.storage.location import Location
 
 BUFFERS = 3
 """Windows of a file that are under way at once: one is read, one is checked, one is written."""
@@ -133,7 +133,7 @@ class Copier:
         self._direct_io = direct_io
         self._progress = progress
 
-    def copy(self, path: Path, file: File) -> None:
+    def copy(self, path: Location, file: File) -> None:
         """Write one file, and sync it.
 
         Args:

@@ -25,6 +25,7 @@ from datastates.reading.tensors import Tensors
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
@@ -78,7 +79,7 @@ def cast_type(dtype: object) -> str | None:
 def export(
     stored: Tensors,
     source: str,
-    target: Path,
+    target: Location,
     executor: Callable[[int], Executor],
     *,
     keys: Sequence[str],
@@ -133,7 +134,7 @@ def export(
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
         source,
-        target,
+        Path(target),
         tuple(file.name for file in planned),
         len(tensors),
         total,
@@ -171,7 +172,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 
 @contextlib.contextmanager
-def _pending(place: Path) -> Iterator[manifest.Pending]:
+def _pending(place: Location) -> Iterator[manifest.Pending]:
     """A partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
     retention.sweep_beside(place)
     missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
@@ -184,14 +185,14 @@ def _pending(place: Path) -> Iterator[manifest.Pending]:
         after_failure.pop_all()
 
 
-def _remove_empty(folders: Iterable[Path]) -> None:
+def _remove_empty(folders: Iterable[Location]) -> None:
     """Remove those of folders, the deepest first, that are there and in which nothing is."""
     for folder in folders:
         with contextlib.suppress(OSError):
             store_of(folder).remove_empty(folder)
 
 
-def _publish(pending: manifest.Pending, target: Path) -> None:
+def _publish(pending: manifest.Pending, target: Location) -> None:
     """Give what was written its names; raises FileExistsError if something has got one of them meanwhile."""
     try:
         if is_file(target):
@@ -206,13 +207,13 @@ def _publish(pending: manifest.Pending, target: Path) -> None:
         raise
 
 
-def _move_out(pending: manifest.Pending, folder: Path) -> None:
+def _move_out(pending: manifest.Pending, folder: Location) -> None:
     """Move the files of a partial folder to the folder that is to have them, and remove the partial folder.
 
     The last one is the index, where there are several.
     """
     store = store_of(folder)
-    moved: list[tuple[Path, Path]] = []
+    moved: list[tuple[Location, Location]] = []
     try:
         for written in pending.files:
             store.rename_new(written, folder / written.name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from datastates._base.sizes import PAGE
 from datastates.container.table import Row
 from datastates.reading.tensors import TensorFile
 from datastates.state.strides import is_row_major
 from datastates.storage import Writer
+from datastates.storage.location import Location
 
 SHORTEST = 1 << 20
 """Bytes from which on a stretch is shared. Sharing many short ones would make a file of many extents."""
@@ -27,7 +27,7 @@ class Stretch:
         nbytes: Its length.
     """
 
-    path: Path
+    path: Location
     offset: int
     at: int
     nbytes: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 from datastates.commit.directories import PARTIAL
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 SAFETENSORS = ".safetensors"
 """The end of the name of a single safetensors file."""
@@ -17,17 +17,17 @@ INSIDE = "export"
 """What the partial directory inside of a folder is named after."""
 
 
-def is_torch(target: Path) -> bool:
+def is_torch(target: Location) -> bool:
     """Whether a target is a file for ``torch.load``."""
     return target.name.endswith(TORCH)
 
 
-def is_file(target: Path) -> bool:
+def is_file(target: Location) -> bool:
     """Whether a target is a single file. Any other is a folder of safetensors files."""
     return target.name.endswith((SAFETENSORS, *TORCH))
 
 
-def place_of_partial(target: Path) -> Path:
+def place_of_partial(target: Location) -> Location:
     """The path whose partial directory an export writes into: inside a folder that is there, else beside the target.
 
     A folder that is there keeps its mode, its owner and whatever stands in it or is mounted on it. A link is followed.
@@ -35,7 +35,7 @@ def place_of_partial(target: Path) -> Path:
     return target / INSIDE if store_of(target).is_folder(target) and not is_file(target) else target
 
 
-def refuse_existing(target: Path) -> None:
+def refuse_existing(target: Location) -> None:
     """Raise FileExistsError if the target of an export exists and is no empty folder.
 
     What other exports are writing into a folder, or have left there, does not count: it is not there under its names.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from datastates.state import memory
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 
@@ -31,7 +31,7 @@ class ArchivedObject:
         unreadable: Why it cannot be built; None if it can.
     """
 
-    def __init__(self, path: Path, offset: int, nbytes: int, unreadable: str | None = None) -> None:
+    def __init__(self, path: Location, offset: int, nbytes: int, unreadable: str | None = None) -> None:
         """Take the place; nothing is read yet."""
         self.unreadable = unreadable
         self.path = path

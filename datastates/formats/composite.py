@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from datastates.container.pickle_reader import Trust
@@ -12,13 +11,14 @@ from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.format import Problem
 from datastates.formats.torch_file import TorchFile
 from datastates.state.new_memory import Into
+from datastates.storage.location import Location
 
 
 class Composite(Foreign):
     """Weights under their own names, and the tensors of each other file under the file's stem."""
 
     def __init__(
-        self, format: str, path: Path, weights: Foreign, others: Mapping[str, TorchFile], step: int | None = None
+        self, format: str, path: Location, weights: Foreign, others: Mapping[str, TorchFile], step: int | None = None
     ) -> None:
         """Take what was opened.
 

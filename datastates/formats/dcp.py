@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from datastates.container.pickle_reader import Trust
@@ -24,17 +23,18 @@ from datastates.state.new_memory import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 NAME = "a checkpoint of torch.distributed.checkpoint"
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder has metadata."""
     return store_of(path).is_folder(path) and store_of(path).is_file(path / dcp_metadata.FILE)
 
 
-def open(path: Path) -> DcpCheckpoint:
+def open(path: Location) -> DcpCheckpoint:
     """Open a folder.
 
     Raises:
@@ -49,13 +49,13 @@ class DcpCheckpoint(Foreign):
 
     files: Sequence[DcpFile]
 
-    def __init__(self, format: str, path: Path) -> None:
+    def __init__(self, format: str, path: Location) -> None:
         """Read the metadata, and find all tensors; raises as :func:`open` does."""
         by_file: dict[str, list[Chunk]] = {}
         for chunk in dcp_metadata.read_chunks(path):
             by_file.setdefault(chunk.file, []).append(chunk)
         for name in by_file:
-            if Path(name).name != name:
+            if Location(name).name != name:
                 raise FormatError(f"{path / dcp_metadata.FILE} names {name!r}, which is no file beside it")
         super().__init__(format, path, [DcpFile(path / name, chunks) for name, chunks in sorted(by_file.items())])
 
@@ -88,7 +88,7 @@ class DcpFile(ForeignFile):
         blobs: Its objects, by key.
     """
 
-    def __init__(self, path: Path, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, path: Location, chunks: Sequence[Chunk]) -> None:
         """Find the tensors in a file; raises as :func:`open` does."""
         nbytes = store_of(path).length(path)
         for chunk in chunks:
@@ -116,7 +116,7 @@ class DcpFile(ForeignFile):
         super().__init__(path, nbytes, records, tensors, entries)
 
 
-def _object(path: Path, chunk: Chunk) -> ArchivedObject:
+def _object(path: Location, chunk: Chunk) -> ArchivedObject:
     """What is no plain tensor."""
     why = None
     if chunk.transformed:
@@ -126,7 +126,7 @@ def _object(path: Path, chunk: Chunk) -> ArchivedObject:
     return ArchivedObject(path, chunk.offset, chunk.nbytes, why)
 
 
-def _found(path: Path, chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard] | None:
+def _found(path: Location, chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard] | None:
     """The place of a part's bytes, and its description; None if it is no plain tensor, but another object."""
     found = None if chunk.transformed else find_tensor(read, chunk.nbytes)
     if found is None:

@@ -7,13 +7,13 @@ needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datastates.container import pickle_policy, pickle_stand_ins
 from datastates.errors import FormatError
 from datastates.state import dtypes
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 FILE = ".metadata"
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
@@ -46,7 +46,7 @@ class Chunk:
     transformed: bool
 
 
-def read_chunks(folder: Path) -> list[Chunk]:
+def read_chunks(folder: Location) -> list[Chunk]:
     """Read the metadata of a checkpoint.
 
     Raises:

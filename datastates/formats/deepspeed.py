@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from datastates.container.unbuilt import Unbuilt
@@ -22,6 +21,7 @@ from datastates.state import dtypes
 from datastates.state.flat_layout import FlatLayout, Slice
 from datastates.state.shards import Shard, StoredArray
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a checkpoint of DeepSpeed with ZeRO"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt\Z")
@@ -33,12 +33,12 @@ Place = tuple[TorchFile, StoredArray, Shard]
 """A file, an array in it, and the part of a parameter that lies in the array."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder has the optimizer's file of rank 0, or names a folder of that kind as its latest."""
     return store_of(path).is_folder(path) and _folder(path) is not None
 
 
-def open(path: Path) -> Foreign:
+def open(path: Location) -> Foreign:
     """Open the folder of a tag, or the one that ``latest`` names.
 
     Raises:
@@ -56,7 +56,7 @@ def open(path: Path) -> Foreign:
         raise FormatError(f"{folder} is no checkpoint of ZeRO: {type(error).__name__}: {error}") from error
 
 
-def _folder(path: Path) -> Path | None:
+def _folder(path: Location) -> Location | None:
     """The folder of a tag; None if there is none."""
     if any(match[1] == "0" for match in map(_OPTIMIZER.match, _names(path)) if match):
         return path
@@ -66,15 +66,15 @@ def _folder(path: Path) -> Path | None:
         tag = store.head(path / _LATEST, _MOST_TAG).decode().strip()
     except UnicodeDecodeError:
         return None
-    is_name = tag and Path(tag).name == tag and tag != ".."
+    is_name = tag and Location(tag).name == tag and tag != ".."
     return _folder(path / tag) if is_name and store.is_folder(path / tag) else None
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Location) -> list[str]:
     return store_of(path).names(path)
 
 
-def _open(folder: Path) -> Foreign:
+def _open(folder: Location) -> Foreign:
     found = {name: match for name in sorted(_names(folder)) if (match := _OPTIMIZER.match(name))}
     if any(int(match[2]) for match in found.values()):
         raise FormatError(f"{folder} is of a model-parallel engine, whose parameters only DeepSpeed puts together")

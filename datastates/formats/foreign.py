@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +24,7 @@ from datastates.reading.proof import crc_of_record
 from datastates.reading.tensors import Found, FoundRow, Held
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
+from datastates.storage.location import Location
 
 
 class Foreign:
@@ -39,10 +39,10 @@ class Foreign:
         is_listed: True, for the same reason.
     """
 
-    lost: Mapping[int, Path] = MappingProxyType({})
+    lost: Mapping[int, Location] = MappingProxyType({})
     is_listed = True
 
-    def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], step: int | None = None) -> None:
+    def __init__(self, format: str, path: Location, files: Sequence[ForeignFile], step: int | None = None) -> None:
         """Take the opened files."""
         self.format = format
         self.path = path
@@ -173,9 +173,9 @@ class Foreign:
                     yield Problem(file.path, file.name_record(number), "does not match its checksum")
 
 
-def refuse_repeated(path: Path, files: Sequence[ForeignFile], known: Collection[str] = ()) -> None:
+def refuse_repeated(path: Location, files: Sequence[ForeignFile], known: Collection[str] = ()) -> None:
     """Raise FormatError if a key is in several files of whole tensors, or among those that are known already."""
-    places: dict[str, Path] = dict.fromkeys(known, path)
+    places: dict[str, Location] = dict.fromkeys(known, path)
     for file in files:
         for key in file.shards.keys:
             if (other := places.setdefault(key, file.path)) != file.path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from datastates.state import dtypes
 from datastates.state.shards import Shard, StoredArray
 from datastates.state.strides import row_major, span
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 _LARGEST = 2**62
 """No size, in elements or bytes, reaches this."""
@@ -78,7 +78,7 @@ class ForeignFile(RecordFile):
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         nbytes: int,
         records: Sequence[Record],
         tensors: Sequence[tuple[int, Shard]],
@@ -132,7 +132,7 @@ class ForeignFile(RecordFile):
         return memoryview(data)
 
 
-def _check(path: Path, record: Record, shard: Shard) -> None:
+def _check(path: Location, record: Record, shard: Shard) -> None:
     """Check what the columns of a table cannot hold, and that the tensor lies within its record."""
     assert shard.dtype is not None
     numbers = (*shard.shape, *shard.stride, *shard.global_shape, *(shard.offset or ()), *(shard.flat or ()))

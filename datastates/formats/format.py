@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
 from datastates.reading.tensors import TensorFile, Tensors
 from datastates.state.new_memory import Into
+from datastates.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Problem:
         what: What is wrong with it.
     """
 
-    path: Path
+    path: Location
     key: str
     what: str
 
@@ -82,14 +82,14 @@ class Format(Protocol):
     def NAME(self) -> str:
         """What a checkpoint of the format is, with its article."""
 
-    def recognises(self, path: Path) -> bool:
+    def recognises(self, path: Location) -> bool:
         """Whether a file or folder is of the format, judged by what it holds. Reads little of it.
 
         Raises:
             StorageError: It cannot be read.
         """
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         """Open what was recognised. Reads no tensor.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from datastates.errors import FormatError, StorageError
 from datastates.formats import safetensors_file, torch_file
@@ -14,6 +13,7 @@ from datastates.formats.format import Problem
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a folder of Hugging Face weights"
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -23,12 +23,12 @@ _MOST_INDEX = 256 << 20
 """Longest index in bytes that is read: one of a million tensors has a hundred megabytes."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder has weights, as safetensors or as the older files of ``torch.save``."""
     return store_of(path).is_folder(path) and _found(path) is not None
 
 
-def open(path: Path) -> Foreign:
+def open(path: Location) -> Foreign:
     """Open a folder.
 
     Raises:
@@ -55,7 +55,7 @@ def open(path: Path) -> Foreign:
 class Indexed(Foreign):
     """Weights in several files, with an index."""
 
-    def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], lacking: Sequence[Problem]) -> None:
+    def __init__(self, format: str, path: Location, files: Sequence[ForeignFile], lacking: Sequence[Problem]) -> None:
         """Take the opened files, and what the index names that they lack: the rest is read nevertheless."""
         super().__init__(format, path, files)
         self._lacking = lacking
@@ -66,11 +66,11 @@ class Indexed(Foreign):
         yield from self._lacking
 
 
-def _open_file(path: Path) -> ForeignFile:
+def _open_file(path: Location) -> ForeignFile:
     return TorchFile(path) if torch_file.recognises(path) else safetensors_file.open_file(path)
 
 
-def _found(path: Path) -> Path | None:
+def _found(path: Location) -> Location | None:
     """The index, or the only file of the weights. Several files without an index are several checkpoints."""
     store = store_of(path)
     for known in (one for file in _FILES for one in (file + _INDEX, file)):
@@ -82,10 +82,10 @@ def _found(path: Path) -> Path | None:
     return path / indexes[0] if len(indexes) == 1 else path / files[0] if len(files) == 1 else None
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Location) -> dict[str, str]:
     """The file of each tensor."""
     weights = read_field(path, "weight_map", "index of weights", most=_MOST_INDEX)
     names = weights.values() if isinstance(weights, dict) else ()
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not names or not all(isinstance(name, str) and Location(name).name == name for name in names):
         raise FormatError(f"{path} is no index of weights: an index names files beside it, and at least one")
     return dict(weights)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from datastates.errors import FormatError
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
-def read_field(path: Path, field: str, what: str, *, most: int) -> Any:
+def read_field(path: Location, field: str, what: str, *, most: int) -> Any:
     """The value of a field of the outermost object.
 
     Args:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from datastates.formats import torch_file
 from datastates.formats.torch_file import TorchCheckpoint, TorchFile
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a checkpoint of Lightning"
 _VERSION = "pytorch-lightning_version"
@@ -14,12 +13,12 @@ _HEAD = 1 << 16
 """Bytes at the beginning that hold the begin of the pickle, in which Lightning writes its version early."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a file of ``torch.save`` has Lightning's version among its first keys."""
     return torch_file.recognises(path) and _VERSION.encode() in store_of(path).head(path, _HEAD)
 
 
-def open(path: Path) -> TorchCheckpoint:
+def open(path: Location) -> TorchCheckpoint:
     """Open a file; raises as :func:`datastates.formats.torch_file.open` does."""
     file = TorchFile(path)
     value = file.value if isinstance(file.value, dict) else {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from datastates.errors import FormatError
 from datastates.formats import dcp
 from datastates.formats.composite import Composite
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a checkpoint of Megatron-Core (torch_dist)"
 _DESCRIPTION = "metadata.json"
@@ -18,12 +17,12 @@ _MOST = 1 << 16
 """Longest description in bytes: it has two names and a number."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder of DCP has a description that names Megatron's backend."""
     return dcp.recognises(path) and store_of(path).is_file(path / _DESCRIPTION)
 
 
-def open(path: Path) -> Composite:
+def open(path: Location) -> Composite:
     """Open a folder; its keys are the names of DCP, and those of ``common.pt`` begin with ``common``.
 
     Raises:

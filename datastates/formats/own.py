@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from datastates.commit import health, manifest
@@ -20,19 +19,20 @@ from datastates.reading.every_container import named_in, open_all, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
 """Bytes at each end of a file that tell a container."""
 
 
-def has_ending(path: Path) -> bool:
+def has_ending(path: Location) -> bool:
     """Whether a file ends as a container does, perhaps a damaged one; raises StorageError."""
     tail = min(nbytes := store_of(path).length(path), _TAIL)
     return archive.is_ending(store_of(path).read(path, nbytes - tail, tail))
 
 
-def has_beginning(path: Path) -> bool:
+def has_beginning(path: Location) -> bool:
     """Whether a file begins as a container with records does, even if it was cut short; raises StorageError."""
     return archive.is_beginning(store_of(path).head(path, _HEAD))
 
@@ -47,7 +47,7 @@ class OwnCheckpoint:
 
     format = NAME
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         """Open a checkpoint directory by its manifest, or a container file.
 
         Raises:
@@ -107,7 +107,7 @@ class OwnCheckpoint:
             yield from _naming(self._path / head.catalog.file, "the catalog", catalog())
 
 
-def _naming(path: Path, what: str, problems: Iterator[Problem]) -> Iterator[Problem]:
+def _naming(path: Location, what: str, problems: Iterator[Problem]) -> Iterator[Problem]:
     """The problems of a file. What keeps it from being read is one, too."""
     try:
         yield from problems
@@ -117,13 +117,13 @@ def _naming(path: Path, what: str, problems: Iterator[Problem]) -> Iterator[Prob
         yield Problem(path, what, f"cannot be read: {error}")
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
     if not store_of(path).is_file(path):
         return store_of(path).exists(path / manifest.FILE)
     return has_ending(path) or has_beginning(path)
 
 
-def open(path: Path) -> OwnCheckpoint:
+def open(path: Location) -> OwnCheckpoint:
     """Open a checkpoint directory or a container file."""
     return OwnCheckpoint(path)

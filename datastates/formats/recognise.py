@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from datastates.commit import directories, newest, protection
@@ -22,6 +21,7 @@ from datastates.formats import (
 )
 from datastates.formats.format import Format
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 FORMATS: tuple[Format, ...] = (
     own,
@@ -37,7 +37,7 @@ FORMATS: tuple[Format, ...] = (
 """All formats. The first that recognises a path is taken."""
 
 
-def recognise(path: Path) -> Format | None:
+def recognise(path: Location) -> Format | None:
     """The format of a file or a folder that is one checkpoint; None for one that no format recognises.
 
     A directory of this package's checkpoints is none of another format, whatever else lies in it.
@@ -50,7 +50,7 @@ def recognise(path: Path) -> Format | None:
     return next((one for one in FORMATS if one.recognises(path)), None)
 
 
-def others(root: Path, known: Collection[str]) -> dict[str, str]:
+def others(root: Location, known: Collection[str]) -> dict[str, str]:
     """The entries of a directory that are checkpoints of any format, and what they are; without those in ``known``.
 
     What cannot be read is left out.
@@ -64,7 +64,7 @@ def others(root: Path, known: Collection[str]) -> dict[str, str]:
     return found
 
 
-def newest_other(root: Path) -> tuple[Path, str] | None:
+def newest_other(root: Location) -> tuple[Location, str] | None:
     """The newest checkpoint in a directory that is not named as one of a training run, and what it is."""
     with contextlib.suppress(OSError):  # it only helps to find one
         found = others(root, {one.name for one in directories.steps(root)})
@@ -75,7 +75,7 @@ def newest_other(root: Path) -> tuple[Path, str] | None:
     return None
 
 
-def refuse_absence(path: Path, step: int | None) -> NoReturn:
+def refuse_absence(path: Location, step: int | None) -> NoReturn:
     """As :func:`datastates.commit.newest.refuse_absence`, and name a checkpoint that lies there under another name."""
     try:
         newest.refuse_absence(path, step)
@@ -83,20 +83,20 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
         raise _with_other(error, path) from None
 
 
-def _with_other(error: CheckpointNotFoundError, path: Path) -> CheckpointNotFoundError:
+def _with_other(error: CheckpointNotFoundError, path: Location) -> CheckpointNotFoundError:
     if directories.is_root(path) or (there := newest_other(path)) is None:
         return error
     return CheckpointNotFoundError(f"{error}; {there[0]} is {there[1]}: give that path")
 
 
-def other(path: Path) -> Format | None:
+def other(path: Location) -> Format | None:
     """The format of a path, if it is not this package's; raises as :func:`recognise` does."""
     kind = recognise(path)
     return None if kind is own else kind
 
 
 @contextlib.contextmanager
-def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
+def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Location]]:
     """The format and the path of the checkpoint that a path means.
 
     A checkpoint of this package, be it ``path`` or the newest in it or the newest of ``step``, is kept from deletion

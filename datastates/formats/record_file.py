@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from datastates._base.columns import U64
 from datastates.errors import CorruptError
 from datastates.planning.plans import Chunks
 from datastates.planning.read import plan_chunks
+from datastates.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RecordFile:
         records: The ranges, by offset.
     """
 
-    def __init__(self, path: Path, nbytes: int, records: Sequence[Record]) -> None:
+    def __init__(self, path: Location, nbytes: int, records: Sequence[Record]) -> None:
         """Take the ranges, which lie within the file, ascend and do not overlap."""
         self.path = path
         self.nbytes = nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,7 @@ from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.record_file import Record
 from datastates.state.shards import Shard
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 NAME = "a safetensors file"
@@ -26,7 +26,7 @@ _LENGTH = 8
 """Bytes of the number at the beginning of a file, which is the length of the header."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a file begins as a header does. One that begins otherwise is damaged if its name says so."""
     if not store_of(path).is_file(path):
         return False
@@ -34,7 +34,7 @@ def recognises(path: Path) -> bool:
     return (head[4:] == b"\0\0\0\0{") or path.suffix == SUFFIX
 
 
-def open(path: Path) -> Foreign:
+def open(path: Location) -> Foreign:
     """Open a file.
 
     Raises:
@@ -44,7 +44,7 @@ def open(path: Path) -> Foreign:
     return Foreign(NAME, path, [open_file(path)])
 
 
-def open_file(path: Path) -> ForeignFile:
+def open_file(path: Location) -> ForeignFile:
     """Open a file, alone or as a shard; raises as :func:`open` does."""
     nbytes, read = store_of(path).length(path), reader(path)
     try:
@@ -72,7 +72,7 @@ def open_file(path: Path) -> ForeignFile:
     return ForeignFile(path, nbytes, records, tensors)
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(path: Location, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of the header; the library takes the last of two equal names, other readers may take the first."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -6,7 +6,6 @@ import functools
 import re
 import zipfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from datastates.container import archive as container_archive
@@ -27,6 +26,7 @@ from datastates.state.nested import leaves
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 NAME = "a file of torch.save"
@@ -41,7 +41,7 @@ _WINDOW = 1024
 """Bytes to read at once for the headers of a record."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a file is an archive that begins with a pickle or a storage, or is in torch's legacy format."""
     if not store_of(path).is_file(path):
         return False
@@ -49,13 +49,13 @@ def recognises(path: Path) -> bool:
     return _LEGACY.match(head) is not None or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
 
 
-def is_plain_pickle(path: Path) -> bool:
+def is_plain_pickle(path: Location) -> bool:
     """Whether a file that no format recognises begins and ends as a pickle does."""
     read, nbytes = reader(path), store_of(path).length(path)
     return _PLAIN.match(read(0, min(nbytes, 2))) is not None and read(nbytes - 1, 1) == b"."
 
 
-def open(path: Path) -> TorchCheckpoint:
+def open(path: Location) -> TorchCheckpoint:
     """Open a file.
 
     Raises:
@@ -73,7 +73,7 @@ class TorchFile(ForeignFile):
         value: Its value, with a StoredArray for each tensor, and nothing built that would run code of its class.
     """
 
-    def __init__(self, path: Path, prefix: str = "") -> None:
+    def __init__(self, path: Location, prefix: str = "") -> None:
         """Open a file; raises as :func:`open` does.
 
         Args:
@@ -174,7 +174,7 @@ def _has_other(value: object) -> bool:
     return any(not isinstance(leaf, StoredArray) for _, leaf in leaves(value))
 
 
-def _archive(path: Path, nbytes: int) -> Archive:
+def _archive(path: Location, nbytes: int) -> Archive:
     read = reader(path)
     head = read(0, min(nbytes, _HEAD))
     if _LEGACY.match(head):
@@ -194,7 +194,7 @@ def _archive(path: Path, nbytes: int) -> Archive:
     return archive
 
 
-def _is_script(path: Path) -> bool:
+def _is_script(path: Location) -> bool:
     """Whether a file is an archive with the code of a module."""
     try:
         with zipfile.ZipFile(path) as archive:

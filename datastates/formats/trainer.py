@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-from pathlib import Path
 
 from datastates.errors import StorageError
 from datastates.formats import hugging_face
@@ -12,6 +11,7 @@ from datastates.formats.composite import Composite
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 NAME = "a checkpoint of a Trainer"
 _STATE = "trainer_state.json"
@@ -21,12 +21,12 @@ _OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """What else is read. ``training_args.bin`` is not: it holds an object of the Trainer's, and no tensor."""
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether a folder has the state of a Trainer."""
     return store_of(path).is_file(path / _STATE)
 
 
-def open(path: Path) -> Composite:
+def open(path: Location) -> Composite:
     """Open a folder; the keys of other files than the weights begin with the stem of the file.
 
     Raises:

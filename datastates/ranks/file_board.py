@@ -13,24 +13,24 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from datastates.errors import StorageError, UnreachableError
 from datastates.storage import Store, store_of
+from datastates.storage.location import Location
 from datastates.storage.store import ABSENT
 
 
-def store(path: Path) -> Store:
+def store(path: Location) -> Store:
     """The store of a directory where ranks meet."""
     return store_of(path, "ranks")
 
 
-def names(folder: Path) -> list[str]:
+def names(folder: Location) -> list[str]:
     """The names in a folder; none if the folder is absent. Skips dot files: they are still being written."""
     return [name for name in store(folder).names(folder) if not name.startswith(".")]
 
 
-def read(path: Path) -> bytes | None:
+def read(path: Location) -> bytes | None:
     """The contents of a file; None if it is absent."""
     try:
         return store(path).read_all(path)
@@ -40,7 +40,7 @@ def read(path: Path) -> bytes | None:
         raise
 
 
-def remove(path: Path) -> None:
+def remove(path: Location) -> None:
     """Delete a file or a folder. Other processes may delete or add entries meanwhile: that is no error."""
     if store(path).is_folder(path):
         store(path).remove_tree(path)
@@ -54,7 +54,7 @@ class FileBoard:
     A message is a file in it, named after the rank. The file is the rank's mark, too.
     """
 
-    def __init__(self, folder: Path, rank: int, leave: Callable[[], None]) -> None:
+    def __init__(self, folder: Location, rank: int, leave: Callable[[], None]) -> None:
         """Use ``folder``, which rank 0 has made and named after the run. Rank 0 calls ``leave`` to delete it."""
         self._folder = folder
         self._rank = rank
@@ -65,7 +65,7 @@ class FileBoard:
         """The random name that rank 0 gave the run."""
         return self._folder.name
 
-    def _box(self, box: str) -> Path:
+    def _box(self, box: str) -> Location:
         # readable; the hash keeps names of different boxes apart
         readable = re.sub("[^A-Za-z0-9_.-]", "_", box)[-100:].lstrip(".")
         return self._folder / f"{readable}-{hashlib.blake2b(box.encode(), digest_size=8).hexdigest()}"

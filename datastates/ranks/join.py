@@ -23,7 +23,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +31,7 @@ from datastates.errors import RanksMissingError, SettingsError, StorageError, ra
 from datastates.ranks.file_board import FileBoard, names, read, remove, store
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock
+from datastates.storage.location import Location
 
 FOLDER = ".ranks"
 _ANSWERS = "joined"
@@ -59,7 +59,7 @@ def _rank_of(process: str) -> int:
     return int(process.partition("-")[0])
 
 
-def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
+def join(directory: Location, rank: int, size: int, timeout: float) -> FileBoard:
     """Meet the other processes of this run below a directory, which is created if needed.
 
     Raises:
@@ -79,7 +79,7 @@ def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
     return FileBoard(root / run, rank, partial(_leave, root, run, lock))
 
 
-def _say_hello(hello: Path, timeout: float) -> None:
+def _say_hello(hello: Location, timeout: float) -> None:
     end, root, there = time.monotonic() + timeout, hello.parent, store(hello)
     while True:
         try:
@@ -94,7 +94,7 @@ def _say_hello(hello: Path, timeout: float) -> None:
                 raise
 
 
-def _leave(root: Path, run: str, lock: Lock | None) -> None:
+def _leave(root: Location, run: str, lock: Lock | None) -> None:
     remove(_session(root, run))
     remove(root / run)
     if lock is not None:
@@ -103,11 +103,11 @@ def _leave(root: Path, run: str, lock: Lock | None) -> None:
         store(root).remove_empty(root)
 
 
-def _session(root: Path, run: str) -> Path:
+def _session(root: Location, run: str) -> Location:
     return root / f"session-{run}"
 
 
-def _told(root: Path, process: str) -> Iterator[_Session]:
+def _told(root: Location, process: str) -> Iterator[_Session]:
     """The session of every rank 0 that has seen a process."""
     for name in filter(_SESSION.match, names(root)):
         try:
@@ -118,11 +118,11 @@ def _told(root: Path, process: str) -> Iterator[_Session]:
             yield session
 
 
-def _tell(root: Path, session: _Session) -> None:
+def _tell(root: Location, session: _Session) -> None:
     store(root).replace(_session(root, session.run), session.model_dump_json().encode())
 
 
-def _gather(root: Path, size: int, timeout: float) -> tuple[str, Lock]:
+def _gather(root: Location, size: int, timeout: float) -> tuple[str, Lock]:
     """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
@@ -139,7 +139,7 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, Lock]:
     return run, lock
 
 
-def _meet(root: Path, run: str, size: int, timeout: float) -> None:
+def _meet(root: Location, run: str, size: int, timeout: float) -> None:
     """As rank 0, write the session until a process of each rank has answered, then name the members."""
     answers = root / run / _ANSWERS
     others = set(range(1, size))
@@ -172,7 +172,7 @@ def _meet(root: Path, run: str, size: int, timeout: float) -> None:
     _clear(root, run)
 
 
-def _seen(root: Path, size: int) -> list[str]:
+def _seen(root: Location, size: int) -> list[str]:
     """The other processes that have said hello, oldest first."""
     ages = {}
     for hello in filter(None, map(_HELLO.match, names(root))):
@@ -182,7 +182,7 @@ def _seen(root: Path, size: int) -> list[str]:
     return sorted(ages, key=lambda process: (ages[process], process))
 
 
-def _clear(root: Path, run: str) -> None:
+def _clear(root: Location, run: str) -> None:
     """Delete what killed runs left. Spares other living runs in the directory; this process may be part of them."""
     for name in store(root).names(root):
         session = _SESSION.match(name)
@@ -192,14 +192,14 @@ def _clear(root: Path, run: str) -> None:
             remove(root / name)
 
 
-def _is_alive(folder: Path) -> bool:
+def _is_alive(folder: Location) -> bool:
     """Whether rank 0 of a run still lives. Always False where the file system has no locks."""
     with contextlib.suppress(OSError), store(folder).open_lock(folder / _ALIVE) as lock:
         return lock.hold(shared=True) is False
     return False
 
 
-def _follow(root: Path, process: str, size: int, timeout: float) -> str:
+def _follow(root: Location, process: str, size: int, timeout: float) -> str:
     """As another rank, answer every session that names this process, until one names the members; returns its run."""
     answered = set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from datastates.errors import (
     CommitError,
@@ -14,6 +13,7 @@ from datastates.errors import (
 )
 from datastates.ranks.board_world import DONE, FAILED, text_of
 from datastates.ranks.world import World
+from datastates.storage.location import Location
 
 
 def settle(
@@ -52,7 +52,7 @@ def settle(
         raise
 
 
-def meet(world: World, name: str, path: Path, prepare: Callable[[], bytes]) -> bytes:
+def meet(world: World, name: str, path: Location, prepare: Callable[[], bytes]) -> bytes:
     """Let the coordinator prepare a path before any rank writes there; returns on all ranks what ``prepare`` does.
 
     Raises:

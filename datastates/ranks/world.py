@@ -9,7 +9,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Protocol
 
 from datastates._base.workers import start
@@ -21,6 +20,7 @@ from datastates.ranks.keys import Place
 from datastates.ranks.openings import Openings
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import StoreBoard
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 
@@ -106,7 +106,7 @@ _openings: dict[str, Openings] = {}
 _openings_lock = threading.Lock()
 
 
-def world_of(rank: int | None, world_size: int | None, directory: Path, timeout: float) -> World:
+def world_of(rank: int | None, world_size: int | None, directory: Location, timeout: float) -> World:
     """Open the world of ranks that this process belongs to.
 
     - With ``rank`` and ``world_size`` given, the ranks meet below ``directory``, which is created. The call waits until
@@ -143,7 +143,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
     return SoloWorld(by_wish=False) if opening is None else opening.world()
 
 
-def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> None:
+def refuse(directory: Location, timeout: float, tell: Callable[[World], object]) -> None:
     """Tell the ranks that meet in a framework's store, in the background, why this rank does not open its world.
 
     The call takes the place of this rank's opening, so that the others need not wait for it. Ranks that meet in a

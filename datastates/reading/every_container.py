@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from datastates.commit import manifest, newest
 from datastates.commit.manifest import Manifest
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 
-def named_in(path: Path, opened: Manifest) -> list[Named]:
+def named_in(path: Location, opened: Manifest) -> list[Named]:
     """The containers that the manifest of a checkpoint directory names, by rank."""
     step, ranks, attempt = opened.step, opened.world_size, opened.attempt
     return [
@@ -35,7 +35,7 @@ def open_named(named: Sequence[Named]) -> list[Container]:
     return containers
 
 
-def open_checkpoint(path: Path) -> tuple[Manifest, list[Container]]:
+def open_checkpoint(path: Location) -> tuple[Manifest, list[Container]]:
     """Open a checkpoint directory: its manifest, and every container that it names.
 
     Raises:
@@ -47,7 +47,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest, list[Container]]:
     return opened, open_named(named_in(path, opened))
 
 
-def open_all(path: Path) -> list[Container]:
+def open_all(path: Location) -> list[Container]:
     """Open the containers at a path.
 
     Args:

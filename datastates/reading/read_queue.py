@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,13 +15,14 @@ from datastates.planning.plans import Chunks, ReadPlan
 from datastates.planning.several import FileRanges
 from datastates.state.runs import Runs
 from datastates.state.shards import HOST, Buffer
+from datastates.storage.location import Location
 
 
 class Source(Protocol):
     """A file of records: a :class:`~datastates.container.file.Container`, or a file that another package wrote."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The path of the file."""
 
     @property

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from datastates.reading.tensors import Found, FoundRow, Held
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 from datastates.storage import store_of
+from datastates.storage.location import Location
 from datastates.storage.stores import reader
 
 
@@ -45,7 +44,7 @@ class Head:
             single file.
     """
 
-    path: Path
+    path: Location
     step: int | None
     attempt: str
     ranks: int
@@ -53,7 +52,7 @@ class Head:
     container: ContainerEntry | None
 
     @classmethod
-    def of(cls, path: Path, opened: Manifest) -> Head:
+    def of(cls, path: Location, opened: Manifest) -> Head:
         """Take the head of the checkpoint at ``path`` from its manifest."""
         only = opened.containers[0] if opened.world_size == 1 else None
         return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
@@ -61,7 +60,7 @@ class Head:
     def encode(self) -> bytes:
         """Encode the head as bytes, to send it to other ranks."""
         catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
-        return pack({**asdict(self), "path": os.fsencode(self.path), "catalog": catalog, "container": container})
+        return pack({**asdict(self), "path": self.path.encode(), "catalog": catalog, "container": container})
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
@@ -70,7 +69,7 @@ class Head:
         catalog, container = fields["catalog"], fields["container"]
         fields["catalog"] = catalog and CatalogEntry(**catalog)
         fields["container"] = container and ContainerEntry(**container)
-        return cls(**{**fields, "path": Path(os.fsdecode(fields["path"]))})
+        return cls(**{**fields, "path": Location.decode(fields["path"])})
 
 
 class Stored:
@@ -84,11 +83,11 @@ class Stored:
     def __init__(self, head: Head) -> None:
         """Take the head; nothing is opened yet."""
         self.head = head
-        self.lost: dict[int, Path] = {}
+        self.lost: dict[int, Location] = {}
         self._opened: dict[int, Container] = {}
 
     @classmethod
-    def open(cls, path: Path) -> Stored:
+    def open(cls, path: Location) -> Stored:
         """Open a checkpoint directory by its manifest.
 
         Raises:
@@ -99,7 +98,7 @@ class Stored:
         return cls(Head.of(path, manifest.open(path)))
 
     @classmethod
-    def of_file(cls, path: Path) -> Stored:
+    def of_file(cls, path: Location) -> Stored:
         """Open a single container file, as a checkpoint with only its contents.
 
         Raises:
@@ -114,7 +113,7 @@ class Stored:
         return stored
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The checkpoint directory, or the single container file."""
         return self.head.path
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol, overload
 
 import numpy as np
@@ -17,6 +16,7 @@ from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError
 from datastates.reading.read_queue import Source
 from datastates.state.parts import Part
+from datastates.storage.location import Location
 
 
 class TensorFile(Source, Protocol):
@@ -129,7 +129,7 @@ class Tensors(Protocol):
     """The logical tensors of one checkpoint, by full key, and where their bytes lie."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The path of the checkpoint."""
 
     @property
@@ -137,7 +137,7 @@ class Tensors(Protocol):
         """The training step that the checkpoint was saved at; None if it does not say."""
 
     @property
-    def lost(self) -> Mapping[int, Path]:
+    def lost(self) -> Mapping[int, Location]:
         """The paths of files that were needed and are missing, by the number of the file."""
 
     @property

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from pathlib import Path
 from typing import Any
 
 from datastates._base import gc_pause
@@ -33,6 +32,7 @@ from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 from datastates.storage import store_of
+from datastates.storage.location import Location
 
 READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
@@ -40,7 +40,7 @@ READ_AT_ONCE = 1 << 30
 
 @gc_pause.paused()
 def load(
-    path: Path,
+    path: Location,
     executor: Callable[[int], Executor],
     *,
     trust: Trust,
@@ -78,7 +78,7 @@ def load(
     return reduce(_merged, built) if built else {}
 
 
-def _has_parts(path: Path, sources: Sequence[Container]) -> bool:
+def _has_parts(path: Location, sources: Sequence[Container]) -> bool:
     """Whether tensors must be put together from parts. A part in a single file is read as a tensor of its own."""
     table = sources[0].index.shards
     return (

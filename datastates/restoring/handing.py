@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from datastates.errors import DatastatesError, ProviderError
 from datastates.reading.tensors import Tensors
@@ -14,6 +13,7 @@ from datastates.restoring.restored import Restored, misfit, warn_of_rest
 from datastates.restoring.saved_state import SavedState
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard, full_key
+from datastates.storage.location import Location
 
 _RESTORED = "what was read in place and the objects before it are restored"
 
@@ -40,7 +40,7 @@ class RestoredObject:
         """Put the live arrays into the object while they are being read, if the object needs no building."""
         self.is_filled = self.saved.fill(self.shard.key, self.targets)
 
-    def hand_over(self, path: Path) -> None:
+    def hand_over(self, path: Location) -> None:
         """Give the object to its provider, now that its arrays are restored.
 
         Raises:
@@ -55,7 +55,7 @@ class RestoredObject:
 
 
 @contextlib.contextmanager
-def naming(key: str, path: Path) -> Iterator[None]:
+def naming(key: str, path: Location) -> Iterator[None]:
     """Turn an error of a live object's own code into a ProviderError that names the object and the checkpoint."""
     try:
         yield

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import health
@@ -19,6 +18,7 @@ from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.state.provider import StateProvider
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
@@ -26,7 +26,7 @@ _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 def restore(
     providers: Sequence[StateProvider],
-    candidates: Callable[[], Sequence[Path]],
+    candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meetings: Callable[[int], Meeting],
     request: RestoreRequest,
@@ -44,9 +44,9 @@ def restore(
         FormatError: With ``fallback``, all candidates are damaged. With several ranks it is a RestoreError.
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
-    damaged: dict[Path, str] = {}  # on the coordinator
+    damaged: dict[Location, str] = {}  # on the coordinator
 
-    def newest() -> Path | None:
+    def newest() -> Location | None:
         for path in reversed(candidates()):
             if request.fallback and path not in damaged and (what := health.problem(path)) is not None:
                 damaged[path] = what
@@ -56,7 +56,7 @@ def restore(
             raise FormatError(f"every checkpoint is damaged: {_listed(damaged)}")
         return None
 
-    def find() -> Path | None:
+    def find() -> Location | None:
         found = newest()
         # a manifest that cannot be read for a moment has a guessed place: ask until the answer stays the same
         while request.fallback and (again := newest()) != found:
@@ -95,7 +95,7 @@ def restore(
 
 def compare(
     providers: Sequence[StateProvider],
-    candidates: Callable[[], Sequence[Path]],
+    candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meeting: Meeting,
     request: RestoreRequest,
@@ -113,7 +113,7 @@ def compare(
 
 
 def _agree(
-    meeting: Meeting, error: Exception | None, path: Path, damaged: dict[Path, str]
+    meeting: Meeting, error: Exception | None, path: Location, damaged: dict[Location, str]
 ) -> tuple[bool, dict[str, str]]:
     """Agree after an attempt whether all ranks try another checkpoint.
 
@@ -154,5 +154,5 @@ def _vote(error: Exception | None) -> int:
     return _DAMAGED if health.is_damage(error) else _OTHER
 
 
-def _listed(damaged: dict[Path, str] | dict[str, str]) -> str:
-    return "; ".join(f"{Path(path).name}: {text}" for path, text in damaged.items())
+def _listed(damaged: dict[Location, str] | dict[str, str]) -> str:
+    return "; ".join(f"{Location(path).name}: {text}" for path, text in damaged.items())

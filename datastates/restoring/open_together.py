@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 from datastates.commit import health, manifest, protection
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
+from datastates.storage.location import Location
 
 
-def advised(path: Path, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
+def advised(path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older checkpoint that looks whole.
 
     It does nothing if the user asked for a step.
@@ -21,7 +21,7 @@ def advised(path: Path, request: RestoreRequest) -> contextlib.AbstractContextMa
 
 
 def open_together(
-    meeting: Meeting, request: RestoreRequest, find: Callable[[], Path | None], reading: contextlib.ExitStack
+    meeting: Meeting, request: RestoreRequest, find: Callable[[], Location | None], reading: contextlib.ExitStack
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 

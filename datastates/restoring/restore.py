@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class Restore:
         self._objects: list[RestoredObject] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
-        self._result = Restored(stored.step or 0, stored.path)
+        self._result = Restored(stored.step or 0, Path(stored.path))
 
     @gc_pause.paused()
     def run(self) -> Restored:
@@ -123,7 +124,7 @@ class Restore:
         self._note_parts()
         restored = [full_key(t.saved.name, shard.key) for t in self._taken for shard in t.saved.restored]
         objects = [full_key(o.saved.name, o.shard.key) for o in self._objects]
-        return Comparison.of(self._stored.path, self._result, [*restored, *objects], self._reads.nbytes)
+        return Comparison.of(self._result.path, self._result, [*restored, *objects], self._reads.nbytes)
 
     # --- looking: what the checkpoint has for each provider
 

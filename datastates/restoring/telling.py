@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from datastates.config import RankSettings
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, refuse
 from datastates.restoring.meeting import Meeting
+from datastates.storage.location import Location
 
 _OWN = ("rank", "world_size", "rank_timeout")
 
 
 @contextlib.contextmanager
 def telling(
-    directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception], object]
+    directory: Callable[[], Location], options: Mapping[str, Any], tell: Callable[[World, Exception], object]
 ) -> Iterator[None]:
     """If the ``with`` block raises, tell the other ranks in the background. It is for code before the world is opened.
 

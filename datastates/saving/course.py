@@ -9,13 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from datastates._base import workers
 from datastates._base.waiting import Bell
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.executor.timeline import TRAINING_THREAD, Span
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 
@@ -85,7 +85,7 @@ class Course:
 
     def __init__(self, step: int, nbytes: int, begin: float) -> None:
         self.step = step
-        self.path = Path()
+        self.path = Location("")
         self.nbytes = nbytes
         self.file_nbytes = 0
         self.begin = begin

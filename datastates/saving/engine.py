@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
@@ -28,6 +27,7 @@ from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
 from datastates.state.provider import StateProvider
+from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 _MOST_ASIDE = 32
@@ -91,8 +91,8 @@ class Engine:
         self,
         collected: Collected,
         ballot: Ballot,
-        expected: Callable[[], Path],
-        target: Callable[[], Path],
+        expected: Callable[[], Location],
+        target: Callable[[], Location],
         retain: Callable[[], None] = lambda: None,
         *,
         begin: float,
@@ -132,7 +132,7 @@ class Engine:
         return self._take(self._saver, collected, course, choose_ending, ballot)
 
     def take_file(
-        self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
+        self, saver: Saver, providers: Sequence[StateProvider], path: Location, *, attempt: str, begin: float
     ) -> Snapshot:
         """Take a snapshot into a single file; otherwise as :meth:`take`.
 
@@ -310,7 +310,7 @@ def take_one(
     providers: Sequence[StateProvider],
     world: World,
     ballot: Ballot,
-    target: Path,
+    target: Location,
     *,
     auto_gate: bool,
 ) -> Snapshot:

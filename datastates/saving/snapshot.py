@@ -34,7 +34,7 @@ class Snapshot:
     @property
     def path(self) -> Path:
         """The path of the checkpoint directory: the expected one until the commit, then the actual one."""
-        return self._course.path
+        return Path(self._course.path)
 
     @property
     def captured(self) -> bool:
@@ -88,7 +88,7 @@ class Snapshot:
         waits = {name: [s.end - s.begin for s in spans if s.stage == name] for name in ("stall", "gate")}
         return Report(
             step=course.step,
-            path=course.path,
+            path=self.path,
             state="failed" if course.error else next(reversed(times), "started"),
             nbytes=course.nbytes,
             file_nbytes=course.file_nbytes,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from datastates._base import faults
 from datastates.errors import storage_errors
 from datastates.storage.local import LocalStore
+from datastates.storage.location import Location
 
 
 class FaultyStore(LocalStore):
@@ -19,7 +19,7 @@ class FaultyStore(LocalStore):
         self._stage = stage
 
     @contextlib.contextmanager
-    def _call(self, operation: str, path: Path, point: str = "") -> Iterator[None]:
+    def _call(self, operation: str, path: Location, point: str = "") -> Iterator[None]:
         with storage_errors(operation, path):
             faults.hit(f"{self._stage}.{point or operation}", str(path))
             yield

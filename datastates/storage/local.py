@@ -16,6 +16,7 @@ from typing_extensions import override
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
 from datastates.storage.local_files import LocalLock, LocalWriter
+from datastates.storage.location import Location, PathLike
 from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
 
 _ADVISED = 512 << 10
@@ -33,13 +34,13 @@ class LocalStore(Store):
         """Take the name of what uses it; :class:`~datastates.storage.faulty.FaultyStore` says what for."""
         del stage
 
-    def _call(self, operation: str, path: Path, point: str = "") -> contextlib.AbstractContextManager[None]:
+    def _call(self, operation: str, path: Location, point: str = "") -> contextlib.AbstractContextManager[None]:
         """The block in which a system call is made. ``point``: names it, if ``operation`` does not."""
         del point
         return storage_errors(operation, path)
 
     @override
-    def look(self, path: Path, *, follow: bool = True) -> Entry | None:
+    def look(self, path: Location, *, follow: bool = True) -> Entry | None:
         with self._call("stat", path):
             try:
                 found = os.stat(path, follow_symlinks=follow)
@@ -52,7 +53,7 @@ class LocalStore(Store):
         return Entry(_kind(found.st_mode), found.st_size, found.st_mtime_ns, place, version)
 
     @override
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Location) -> list[str]:
         with self._call("list", folder):
             try:
                 return os.listdir(folder)
@@ -62,12 +63,12 @@ class LocalStore(Store):
                 raise
 
     @override
-    def target(self, link: Path) -> str:
+    def target(self, link: Location) -> str:
         with self._call("readlink", link):
             return os.readlink(link)
 
     @override
-    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
         with self._call("read", path, "read_range"), _open_file(path) as fd:
             parts = []
             while nbytes:
@@ -79,7 +80,7 @@ class LocalStore(Store):
             return b"".join(parts)
 
     @override
-    def read_all(self, path: Path, most: int | None = None) -> bytes:
+    def read_all(self, path: Location, most: int | None = None) -> bytes:
         with self._call("read", path), _open_file(path) as fd:
             nbytes = os.fstat(fd).st_size
             if most is not None and nbytes > most:
@@ -87,14 +88,14 @@ class LocalStore(Store):
             return b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
 
     @override
-    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
+    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
         with contextlib.suppress(OSError), _open_file(path) as fd:
             end = offset + nbytes
             for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
                 os.posix_fadvise(fd, at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
 
     @override
-    def create(self, path: Path, data: bytes) -> None:
+    def create(self, path: Location, data: bytes) -> None:
         with self._call("open", path):
             file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with file as fd:
@@ -106,19 +107,19 @@ class LocalStore(Store):
                 os.fsync(fd)
 
     @override
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Location, data: bytes) -> None:
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with self._call("write", new):
-            new.write_bytes(data)
+            Path(new).write_bytes(data)
         self.rename(new, path)
 
     @override
-    def touch(self, path: Path) -> None:
+    def touch(self, path: Location) -> None:
         with self._call("write", path):
-            path.touch()
+            Path(path).touch()
 
     @override
-    def writer(self, path: Path, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool) -> Writer:
         with self._call("open", path):
             file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         if direct:
@@ -127,33 +128,33 @@ class LocalStore(Store):
         return LocalWriter(path, file, self._call)
 
     @override
-    def make_folder(self, path: Path) -> None:
-        if path.is_dir():
+    def make_folder(self, path: Location) -> None:
+        if os.path.isdir(path):
             return
         self.make_folder(path.parent)
         with self._call("mkdir", path):
-            if path.exists() and not path.is_dir():  # another process may have made it meanwhile
+            if os.path.exists(path) and not os.path.isdir(path):  # another process may have made it meanwhile
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            path.mkdir(exist_ok=True)
+            Path(path).mkdir(exist_ok=True)
         self.sync_folder(path.parent)
 
     @override
-    def add_folder(self, path: Path, *, exist_ok: bool = False) -> None:
+    def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
         with self._call("mkdir", path):
-            path.mkdir(exist_ok=exist_ok)
+            Path(path).mkdir(exist_ok=exist_ok)
 
     @override
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path: Location) -> None:
         with self._call("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             os.fsync(fd)
 
     @override
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Location, target: Location) -> None:
         with self._call("rename", target):
             os.rename(source, target)
 
     @override
-    def rename_new(self, source: Path, target: Path) -> None:
+    def rename_new(self, source: Location, target: Location) -> None:
         """As :meth:`Store.rename_new`.
 
         NFS knows no such rename: the file gets a second name there, and loses the first. Where there are no hard links
@@ -180,7 +181,7 @@ class LocalStore(Store):
                 os.unlink(source)
 
     @override
-    def remove(self, path: Path, *, missing_ok: bool = False, operation: str = "remove") -> None:
+    def remove(self, path: Location, *, missing_ok: bool = False, operation: str = "remove") -> None:
         with self._call(operation, path):
             try:
                 os.unlink(path)
@@ -189,12 +190,12 @@ class LocalStore(Store):
                     raise
 
     @override
-    def remove_empty(self, folder: Path) -> None:
+    def remove_empty(self, folder: Location) -> None:
         with self._call("rmdir", folder):
             os.rmdir(folder)
 
     @override
-    def remove_tree(self, folder: Path, *, tolerant: bool = False) -> None:
+    def remove_tree(self, folder: Location, *, tolerant: bool = False) -> None:
         def go_on(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
             if not isinstance(error[1], OSError) or error[1].errno not in (*ABSENT, errno.ENOTEMPTY):
                 raise error[1]
@@ -206,7 +207,7 @@ class LocalStore(Store):
             shutil.rmtree(folder, onerror=go_on)
 
     @override
-    def open_lock(self, path: Path, *, create: bytes | None = None, write: bool = True) -> Lock:
+    def open_lock(self, path: Location, *, create: bytes | None = None, write: bool = True) -> Lock:
         if not write:
             with self._call("open", path):
                 return LocalLock(_open_file(path, or_folder=True))
@@ -225,7 +226,7 @@ def _kind(mode: int) -> str:
     return "link" if stat.S_ISLNK(mode) else "other"
 
 
-def opened(path: Path | str, flags: int) -> _native.Descriptor:
+def opened(path: PathLike, flags: int) -> _native.Descriptor:
     """Open a file or folder, with the flags of ``os.open``. Raises OSError.
 
     The umask decides who may use a new file, as for any file that ``open()`` makes.
@@ -234,7 +235,7 @@ def opened(path: Path | str, flags: int) -> _native.Descriptor:
     return _native.open_descriptor(path, flags, 0o666)
 
 
-def _open_file(path: Path, *, or_folder: bool = False) -> _native.Descriptor:
+def _open_file(path: Location, *, or_folder: bool = False) -> _native.Descriptor:
     """Open a file to read it. Raises OSError, also for a pipe, which might never open."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or (or_folder and stat.S_ISDIR(mode))):
@@ -242,7 +243,7 @@ def _open_file(path: Path, *, or_folder: bool = False) -> _native.Descriptor:
     return opened(path, os.O_RDONLY)
 
 
-def _rename_noreplace(source: Path, target: Path) -> None:
+def _rename_noreplace(source: Location, target: Location) -> None:
     """The system call ``renameat2`` with ``RENAME_NOREPLACE``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):  # glibc before 2.28

@@ -8,13 +8,13 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from datastates import _native
 from datastates.errors import StorageError
+from datastates.storage.location import Location
 from datastates.storage.store import Lock, Writer
 
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -45,7 +45,7 @@ class LocalLock(Lock):
         return True
 
     @override
-    def is_at(self, path: Path) -> bool:
+    def is_at(self, path: Location) -> bool:
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
         except FileNotFoundError:
@@ -60,7 +60,7 @@ class LocalWriter(Writer):
     """A new file, written by ``pwrite``."""
 
     def __init__(
-        self, path: Path, file: _native.Descriptor, call: Callable[[str, Path], AbstractContextManager[None]]
+        self, path: Location, file: _native.Descriptor, call: Callable[[str, Location], AbstractContextManager[None]]
     ) -> None:
         """Take the open file, and the block in which a store makes a system call."""
         self._path = path
@@ -91,7 +91,7 @@ class LocalWriter(Writer):
         fcntl.fcntl(self._file.fileno(), fcntl.F_SETFL, self._flags() & ~os.O_DIRECT)
 
     @override
-    def share(self, source: Path, offset: int, nbytes: int, at: int) -> bool:
+    def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
         # another file system, or one without reflinks; another failure comes again when the range is written
         try:
             with _native.open_descriptor(source, os.O_RDONLY, 0) as fd:

@@ -10,12 +10,12 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from datastates._base.tasks import each
 from datastates.errors import StorageError
+from datastates.storage.location import Location
 
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """The error numbers of a file that another process has deleted; the second one on NFS."""
@@ -49,7 +49,7 @@ class Lock(ABC):
         """Lock it without waiting: True if locked, False if another holds it, None if it cannot be locked at all."""
 
     @abstractmethod
-    def is_at(self, path: Path) -> bool:
+    def is_at(self, path: Location) -> bool:
         """Whether this file is the one that is at a path now."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Writer(ABC):
         """Write bytes, a buffer with a length, at an offset in bytes."""
 
     @abstractmethod
-    def share(self, source: Path, offset: int, nbytes: int, at: int) -> bool:
+    def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
         """Take ``nbytes`` at ``offset`` of another file over to ``at`` without a copy; False where that cannot be."""
 
     @abstractmethod
@@ -101,108 +101,108 @@ class Store(ABC):
     # --- looking
 
     @abstractmethod
-    def look(self, path: Path, *, follow: bool = True) -> Entry | None:
+    def look(self, path: Location, *, follow: bool = True) -> Entry | None:
         """What is at a path; None if nothing is. ``follow``: look at the target of a link."""
 
-    def is_file(self, path: Path) -> bool:
+    def is_file(self, path: Location) -> bool:
         """Whether a file is at a path, or a link to one."""
         return (entry := self.look(path)) is not None and entry.kind == "file"
 
-    def is_folder(self, path: Path) -> bool:
+    def is_folder(self, path: Location) -> bool:
         """Whether a folder is at a path, or a link to one."""
         return (entry := self.look(path)) is not None and entry.kind == "folder"
 
-    def is_link(self, path: Path) -> bool:
+    def is_link(self, path: Location) -> bool:
         """Whether a link is at a path."""
         return (entry := self.look(path, follow=False)) is not None and entry.kind == "link"
 
-    def exists(self, path: Path, *, follow: bool = True) -> bool:
+    def exists(self, path: Location, *, follow: bool = True) -> bool:
         """Whether anything is at a path."""
         return self.look(path, follow=follow) is not None
 
     @abstractmethod
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Location) -> list[str]:
         """The names in a folder, in any order; none if there is no folder. None that was made before is missing."""
 
     @abstractmethod
-    def target(self, link: Path) -> str:
+    def target(self, link: Location) -> str:
         """What a link leads to."""
 
-    def length(self, path: Path) -> int:
+    def length(self, path: Location) -> int:
         """The length of a file in bytes."""
         if (found := self.length_if_there(path)) is None:
             raise absent("stat", path)
         return found
 
-    def length_if_there(self, path: Path) -> int | None:
+    def length_if_there(self, path: Location) -> int | None:
         """The length of a file in bytes; None if nothing is there."""
         return None if (entry := self.look(path)) is None else entry.nbytes
 
-    def lengths(self, paths: Sequence[Path]) -> list[int | None]:
+    def lengths(self, paths: Sequence[Location]) -> list[int | None]:
         """As :meth:`length_if_there`, of many files at once."""
         return each(self.length_if_there, paths, _AT_ONCE)  # on a shared file system each call takes long
 
     # --- reading
 
     @abstractmethod
-    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
         """So many bytes of a file at an offset. A file that ends before the last of them is an error."""
 
-    def head(self, path: Path, most: int) -> bytes:
+    def head(self, path: Location, most: int) -> bytes:
         """The beginning of a file, at most so many bytes of it."""
         return self.read(path, 0, min(self.length(path), most))
 
     @abstractmethod
-    def read_all(self, path: Path, most: int | None = None) -> bytes:
+    def read_all(self, path: Location, most: int | None = None) -> bytes:
         """The contents of a file. One of more than ``most`` bytes is an error."""
 
     @abstractmethod
-    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
+    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
         """Begin to fetch a range that is read soon. Never raises: a failure comes again when the range is read."""
 
     # --- writing
 
     @abstractmethod
-    def create(self, path: Path, data: bytes) -> None:
+    def create(self, path: Location, data: bytes) -> None:
         """Write a new file to stable storage. Its name is durable after :meth:`sync_folder`.
 
         Raises StorageError with EEXIST if something has the path.
         """
 
     @abstractmethod
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Location, data: bytes) -> None:
         """Write a file that appears at once with all its content, in place of an older one. It need not be durable."""
 
     @abstractmethod
-    def touch(self, path: Path) -> None:
+    def touch(self, path: Location) -> None:
         """Make an empty file, not durable, unless a file is there."""
 
     @abstractmethod
-    def writer(self, path: Path, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool) -> Writer:
         """Begin to write a new file in pieces. ``direct``: write past the system's cache, where that can be."""
 
     @abstractmethod
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path: Location) -> None:
         """Make a folder and those above it that are missing, each of them durable. It is no error if it is there."""
 
     @abstractmethod
-    def add_folder(self, path: Path, *, exist_ok: bool = False) -> None:
+    def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
         """Make one folder, not durable yet. Raises StorageError with EEXIST if it is there, unless ``exist_ok``."""
 
     @abstractmethod
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path: Location) -> None:
         """Put the names in a folder on stable storage."""
 
     @abstractmethod
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Location, target: Location) -> None:
         """Rename a file or a folder. A file replaces a file, a folder an empty folder."""
 
     @abstractmethod
-    def rename_new(self, source: Path, target: Path) -> None:
+    def rename_new(self, source: Location, target: Location) -> None:
         """Rename a file to a path that nothing has; raises StorageError with EEXIST where something has it."""
 
     @abstractmethod
-    def remove(self, path: Path, *, missing_ok: bool = False, operation: str = "remove") -> None:
+    def remove(self, path: Location, *, missing_ok: bool = False, operation: str = "remove") -> None:
         """Remove a file or a link.
 
         Args:
@@ -212,18 +212,18 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def remove_empty(self, folder: Path) -> None:
+    def remove_empty(self, folder: Location) -> None:
         """Remove a folder that has nothing in it; raises StorageError with ENOTEMPTY if something is."""
 
     @abstractmethod
-    def remove_tree(self, folder: Path, *, tolerant: bool = False) -> None:
+    def remove_tree(self, folder: Location, *, tolerant: bool = False) -> None:
         """Remove a folder with all that is in it. Others may add and remove entries meanwhile: that is no error.
 
         ``tolerant``: what cannot be removed stays, without an error.
         """
 
     @abstractmethod
-    def open_lock(self, path: Path, *, create: bytes | None = None, write: bool = True) -> Lock:
+    def open_lock(self, path: Location, *, create: bytes | None = None, write: bool = True) -> Lock:
         """Open a file or a folder to lock it.
 
         Args:
@@ -233,6 +233,6 @@ class Store(ABC):
         """
 
 
-def absent(operation: str, path: Path) -> StorageError:
+def absent(operation: str, path: Location) -> StorageError:
     """The error of an operation on a file that is absent."""
     return StorageError(errno.ENOENT, operation, str(path))

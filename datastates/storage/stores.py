@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 from datastates._base import faults
 from datastates.storage.faulty import FaultyStore
 from datastates.storage.local import LocalStore
+from datastates.storage.location import Location
 from datastates.storage.store import Store
 
 _made = cache(lambda kind, stage: kind(stage))
 
 
-def store_of(path: Path, stage: str = "store") -> Store:
+def store_of(path: Location, stage: str = "store") -> Store:
     """The store that a path belongs to: that of the file systems.
 
     Args:
@@ -26,6 +26,6 @@ def store_of(path: Path, stage: str = "store") -> Store:
     return store
 
 
-def reader(path: Path) -> Callable[[int, int], bytes]:
+def reader(path: Location) -> Callable[[int, int], bytes]:
     """Return a function that reads ``nbytes`` of a file at ``offset``; see :meth:`Store.read`."""
     return partial(store_of(path).read, path)

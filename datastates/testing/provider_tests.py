@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import datastates
 from datastates.container.pickle_reader import Trust
 from datastates.errors import RestoreError
 from datastates.state.provider import StateProvider
+from datastates.storage.location import Location
 from datastates.testing.equality import difference
 
 
@@ -37,7 +37,7 @@ class ProviderTests:
         """Return a copy of the live state: numbers, strings, arrays and nested containers of them."""
         raise NotImplementedError
 
-    def _save(self, provider: StateProvider, path: Path) -> None:
+    def _save(self, provider: StateProvider, path: Location) -> None:
         datastates.snapshot([provider], path).wait_committed()
 
     def test_perturbing_changes_the_state(self) -> None:
@@ -67,14 +67,14 @@ class ProviderTests:
             is_placed = s.is_object or (s.offset is None) != (s.flat is None)
             assert is_placed, f"shard {s.key!r}: offset or flat must be None, and not both: {s.offset}, {s.flat}"
 
-    def test_saving_changes_nothing(self, tmp_path: Path) -> None:
+    def test_saving_changes_nothing(self, tmp_path: Location) -> None:
         """A snapshot does not change the state."""
         provider = self.provider()
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
         _check(before, self.state(provider))
 
-    def test_restores_what_was_saved(self, tmp_path: Path) -> None:
+    def test_restores_what_was_saved(self, tmp_path: Location) -> None:
         """A restore brings the saved state back after it has changed."""
         provider = self.provider()
         before = self.state(provider)
@@ -83,7 +83,7 @@ class ProviderTests:
         datastates.restore([provider], tmp_path / "saved", trust=self.trust)
         _check(before, self.state(provider))
 
-    def test_restores_into_a_new_process_state(self, tmp_path: Path) -> None:
+    def test_restores_into_a_new_process_state(self, tmp_path: Location) -> None:
         """A restore brings the saved state into another provider object, as in a new process."""
         provider = self.provider()
         before = self.state(provider)
@@ -93,7 +93,7 @@ class ProviderTests:
         datastates.restore([other], tmp_path / "saved", trust=self.trust)
         _check(before, self.state(other))
 
-    def test_snapshot_keeps_the_state_of_its_call(self, tmp_path: Path) -> None:
+    def test_snapshot_keeps_the_state_of_its_call(self, tmp_path: Location) -> None:
         """A change right after ``snapshot()``, or after the gate if there is lazy state, is not in the checkpoint."""
         provider = self.provider()
         before = self.state(provider)
@@ -105,14 +105,14 @@ class ProviderTests:
         datastates.restore([provider], tmp_path, trust=self.trust)
         _check(before, self.state(provider))
 
-    def test_loads_without_the_provider(self, tmp_path: Path) -> None:
+    def test_loads_without_the_provider(self, tmp_path: Location) -> None:
         """``load()`` opens the checkpoint without the provider and finds its state under the provider's name."""
         provider = self.provider()
         self._save(provider, tmp_path / "saved")
         found = list(datastates.load(tmp_path / "saved", trust=self.trust))
         assert found == [provider.name], f"the checkpoint holds {found}, not {[provider.name]}"
 
-    def test_absence_is_an_error_that_changes_nothing(self, tmp_path: Path) -> None:
+    def test_absence_is_an_error_that_changes_nothing(self, tmp_path: Location) -> None:
         """A restore of a checkpoint without this provider raises RestoreError with missing keys, changing nothing."""
         self._save(_Stranger(), tmp_path / "saved")
         provider = self.provider()

@@ -215,8 +215,8 @@ import datastates as ds
 from datastates.storage.local import LocalStore
 from datastates.providers import HostTensorProvider
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored a child ignores it, too
-interrupted, sync = threading.Event(), LocalStore.sync_folder
-LocalStore.sync_folder = lambda store, path: (interrupted.wait(), sync(store, path))  # close() cannot end before that
+interrupted, rename = threading.Event(), LocalStore.rename
+LocalStore.rename = lambda store, *paths: (interrupted.wait(), rename(store, *paths))  # close() cannot end before that
 ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB")
 ckpt.snapshot([HostTensorProvider("model", {"a": np.arange(10)})], step=1)
 try:

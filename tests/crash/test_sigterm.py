@@ -69,8 +69,8 @@ def test_training_goes_on_while_it_is_committed(tmp_path: Path, run: Callable[..
 {PRELUDE}
 import threading
 from datastates.storage.local import LocalStore
-go_on, sync = threading.Event(), LocalStore.sync_folder
-LocalStore.sync_folder = lambda store, path: (go_on.wait(), sync(store, path))
+go_on, rename = threading.Event(), LocalStore.rename
+LocalStore.rename = lambda store, *paths: (go_on.wait(), rename(store, *paths))
 ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
 snapshot = ckpt.snapshot(providers(1), step=1)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -183,8 +183,8 @@ def test_closing_while_it_is_committed_does_not_lose_the_signal(
 import threading
 from datastates.storage.local import LocalStore
 {before}
-go_on, sync = threading.Event(), LocalStore.sync_folder
-LocalStore.sync_folder = lambda store, path: (go_on.wait(), sync(store, path))
+go_on, rename = threading.Event(), LocalStore.rename
+LocalStore.rename = lambda store, *paths: (go_on.wait(), rename(store, *paths))
 with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
     ckpt.snapshot(providers(1), step=1)
     os.kill(os.getpid(), signal.SIGTERM)

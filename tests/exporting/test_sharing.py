@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,7 @@ import datastates as ds
 from datastates._base.sizes import PAGE
 from datastates.exporting import copying, sharing
 from datastates.providers import from_state_dict
+from datastates.storage import Location, store_of
 
 ON_IMAGE = """
 import os, subprocess, sys
@@ -65,11 +69,17 @@ def states() -> dict[str, torch.Tensor]:
     }
 
 
-def copied(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
-    """Copy what a file system would share; it demands whole pages."""
+FICLONERANGE = 0x4020940D
+
+
+def copied(target: int, operation: int, where: bytes) -> int:
+    """Copy what a file system would share, in the place of ``ioctl``; it demands whole pages. Returns the length."""
+    source, offset, nbytes, at = struct.unpack("<qQQQ", where)
+    assert operation == FICLONERANGE
     assert offset % PAGE == nbytes % PAGE == at % PAGE == 0 < nbytes
     with open(f"/proc/self/fd/{target}", "r+b") as written:
         os.pwrite(written.fileno(), os.pread(source, nbytes, offset), at)
+    return int(nbytes)
 
 
 @pytest.fixture
@@ -89,7 +99,7 @@ def test_whole_pages_are_shared_and_the_rest_is_written(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
 ) -> None:
     shared: list[int] = []
-    monkeypatch.setattr(sharing, "clone", lambda *args: (copied(*args), shared.append(args[2])))
+    monkeypatch.setattr(fcntl, "ioctl", lambda *clone: shared.append(copied(*clone)))
     plain = os.pwrite
     written: list[int] = []
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(n := plain(fd, data, at)) or n)
@@ -112,7 +122,7 @@ def test_a_file_system_that_refuses_is_asked_once(saved: Path, tmp_path: Path, m
         asked.append(where[1])
         raise OSError(errno.EOPNOTSUPP, "refused")
 
-    monkeypatch.setattr(sharing, "clone", refuse)
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
     ds.export(saved, tmp_path / "out.pt")
     assert len(asked) == 1
     assert all(torch.equal(read(tmp_path / "out.pt")[key], tensor) for key, tensor in states().items())
@@ -120,12 +130,14 @@ def test_a_file_system_that_refuses_is_asked_once(saved: Path, tmp_path: Path, m
 
 def test_the_files_of_many_ranks_are_not_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(sharing, "clone", lambda *args: opened.append(len(os.listdir("/proc/self/fd"))))
-    paths = [tmp_path / str(rank) for rank in range(20)]
+    monkeypatch.setattr(fcntl, "ioctl", lambda *clone: opened.append(len(os.listdir("/proc/self/fd"))))
+    paths = [Location(tmp_path / str(rank)) for rank in range(20)]
     for path in paths:
-        path.touch()
+        store_of(path).touch(path)
     stretches = [sharing.Stretch(path, 0, number * PAGE, PAGE) for number, path in enumerate(paths)]
-    assert len(list(sharing.Sharing(-1).share(stretches))) == len(opened) == 20
+    target = Location(tmp_path / "target")
+    with contextlib.closing(store_of(target).writer(target, direct=False)) as writer:
+        assert len(list(sharing.Sharing(writer).share(stretches))) == len(opened) == 20
     assert len(set(opened)) == 1
 
 

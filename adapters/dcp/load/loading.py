@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +15,7 @@ from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.reading.reads import AHEAD_MINIMUM, Reads
 from datastates.state.streams import current_device
+from datastates.storage import Location
 
 Place = tuple[ReadItem, _StorageInfo]
 """An item, and where the checkpoint's metadata says it is."""
@@ -40,9 +40,9 @@ class Loading:
 
     def begin(
         self,
-        files: dict[Path, list[Place]],
+        files: dict[Location, list[Place]],
         metadata: Metadata,
-        open_file: Callable[[Path, Sequence[Place]], Container | None],
+        open_file: Callable[[Location, Sequence[Place]], Container | None],
     ) -> None:
         """Begin to read the file that is wanted most, if it is one of this package's and wanted nearly whole.
 

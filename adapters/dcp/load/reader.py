@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from typing_extensions import Unpack
 
-from datastates._base import gc_pause, paths
+from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.loading import Loading, Place
@@ -33,7 +32,7 @@ from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.reading.reads import Tally
 from datastates.saving import gate
-from datastates.storage import store_of
+from datastates.storage import Location, location, store_of
 
 _WITHIN = 2.0
 """How long a rank waits, in seconds, for the others of its host to begin to divide reads. Then each reads alone."""
@@ -79,7 +78,7 @@ class DataStatesStorageReader(FileSystemReader):
             SettingsError: An option is unknown or its value is invalid.
             ValueError: ``path`` is the address of a store instead of a file path.
         """
-        paths.refuse_address(path)
+        location.refuse_address(path)
         super().__init__(path, _extension_registry)
         warn_of_untried("torch")
         self.settings = IoSettings.of(options)
@@ -104,7 +103,7 @@ class DataStatesStorageReader(FileSystemReader):
         except OSError:
             raise
         except Exception as error:
-            path = metadata_file.path_of(Path(self.path), kwargs.get("rank"))
+            path = metadata_file.path_of(Location(self.path), kwargs.get("rank"))
             raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -142,7 +141,7 @@ class DataStatesStorageReader(FileSystemReader):
         """
         return self._offer(self._files(plan.items))
 
-    def _offer(self, files: dict[Path, list[Place]]) -> Offer | None:
+    def _offer(self, files: dict[Location, list[Place]]) -> Offer | None:
         assert self._metadata is not None  # DCP sets the reader up before
         offer = Offer.of(itertools.chain.from_iterable(files.values()), self._metadata)
         if offer is None:
@@ -229,18 +228,18 @@ class DataStatesStorageReader(FileSystemReader):
                     queued.ends.append(end)
         return queued
 
-    def _files(self, items: Sequence[ReadItem]) -> dict[Path, list[Place]]:
+    def _files(self, items: Sequence[ReadItem]) -> dict[Location, list[Place]]:
         """The items by file, each with its place."""
         names: dict[str, list[Place]] = {}
         for item in items:
             place = self.storage_data[item.storage_index]
             names.setdefault(place.relative_path, []).append((item, place))
-        files: dict[Path, list[Place]] = {}
+        files: dict[Location, list[Place]] = {}
         for name, places in names.items():  # a file may have several names, as x and ./x
-            files.setdefault(Path(self.path) / name, []).extend(places)
+            files.setdefault(Location(self.path) / name, []).extend(places)
         return files
 
-    def _open(self, path: Path, needed: Sequence[Place]) -> Container | None:
+    def _open(self, path: Location, needed: Sequence[Place]) -> Container | None:
         """Open a file of this package; None for one of torch's."""
         nbytes = store_of(path).length(path)
         last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
@@ -261,5 +260,5 @@ class DataStatesStorageReader(FileSystemReader):
         except (OSError, ValueError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
-            path = Path(self.path) / self.storage_data[item.storage_index].relative_path
+            path = Location(self.path) / self.storage_data[item.storage_index].relative_path
             raise FormatError(f"{name_of(item)} in {path} cannot be read: {type(error).__name__}: {error}") from error

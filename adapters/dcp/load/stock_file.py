@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from datastates.reading.reads import Reads, Tally
 from datastates.state import arrays, dtypes, strides
 from datastates.state.shards import StoredArray
 from datastates.state.strides import is_dense, span
+from datastates.storage import Location
 from datastates.storage.stores import reader
 
 _STEP = 32 << 20
@@ -58,7 +58,7 @@ class StockFile(RecordFile):
     records: Sequence[_Record]
 
     def __init__(
-        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
+        self, path: Location, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
     ) -> None:
         """Find the needed items in a file; those that cannot be read in ranges are left to torch.
 

@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
-from datastates._base import gc_pause, paths
+from datastates._base import gc_pause
 from datastates._base.waiting import Flag
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
@@ -35,6 +34,7 @@ from datastates.saving.engine import Engine
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import Location, location
 
 
 def async_save(
@@ -77,19 +77,19 @@ def async_save(
         DatastatesError: The ranks could not meet for the first save with the writer.
     """
     with refusing(storage_writer):
-        paths.refuse_address(path)
+        location.refuse_address(path)
         if storage_writer is not None and options:
             raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
-    session = session_of(writer, Path(path))
+    session = session_of(writer, Location(path))
     try:
-        return session.save(state_dict, Path(path), planner or DefaultSavePlanner(), step)
+        return session.save(state_dict, Location(path), planner or DefaultSavePlanner(), step)
     finally:
         if storage_writer is None:
             session.close_later()
 
 
-def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
+def session_of(writer: DataStatesStorageWriter, directory: Location) -> Session:
     """The session that a writer keeps from one save to the next; the first call makes it."""
     if writer.session is None:
         writer.session = Session(writer, directory)
@@ -111,7 +111,7 @@ def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
 class Session:
     """What a writer keeps for saves without collectives: threads, plans, the order of saves."""
 
-    def __init__(self, writer: DataStatesStorageWriter, directory: Path) -> None:
+    def __init__(self, writer: DataStatesStorageWriter, directory: Location) -> None:
         """Meet the other ranks in torch's Store; ``directory`` only names the meeting."""
         self._writer = writer
         executor = make_executor(writer.settings)
@@ -127,7 +127,7 @@ class Session:
         self._before.set()
 
     def save(
-        self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int = 0, *, owned: bool = False
+        self, state_dict: dict[str, Any], path: Location, planner: SavePlanner, step: int = 0, *, owned: bool = False
     ) -> Snapshot:
         """Begin a save; see :func:`async_save`, and for ``owned`` :class:`Staged`."""
         turn = self.reserve()
@@ -166,7 +166,7 @@ class Session:
         self._before = turn.after
         return turn
 
-    def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
+    def save_staged(self, staged: Staged, path: Location, planner: SavePlanner, turn: Turn) -> Snapshot:
         """Begin to save a staged state; errors of the save itself land on its snapshot. If it raises, decline."""
         staged.course.path = path
         writer = copy.copy(self._writer)  # another save may set another directory before this one begins
@@ -176,7 +176,7 @@ class Session:
         return self._engine.take_later(staged.course, lambda: begin.pop()(), staged.give_up)
 
     def _begin(
-        self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
+        self, staged: Staged, writer: DataStatesStorageWriter, path: Location, planner: SavePlanner, turn: Turn
     ) -> Running:
         """Plan a save with the other ranks and begin to write. Every rank does so in the order of the calls."""
         if turn.taken.take() is None:
@@ -185,7 +185,7 @@ class Session:
             staged.course.deliver()  # told: the call has raised what interrupted it
             raise error
         with turn, staged.capturing():
-            writer.reset(path)
+            writer.reset(str(path))
             writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
             meta = writer.storage_meta()
             # no closure: an error's frames would keep its variables alive

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -23,7 +22,7 @@ from datastates.commit.ending import Identity, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.ranks.together import is_told, settle
 from datastates.ranks.world import World
-from datastates.storage import store_of
+from datastates.storage import Location, store_of
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further save waits for the oldest."""
@@ -58,13 +57,13 @@ class Order:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._last: deque[tuple[int, Path]] = deque(maxlen=IN_FLIGHT)
+        self._last: deque[tuple[int, Location]] = deque(maxlen=IN_FLIGHT)
 
-    def is_replaced(self, number: int, directory: Path) -> bool:
+    def is_replaced(self, number: int, directory: Location) -> bool:
         """Whether a checkpoint of a later call has been committed to the directory."""
         return any(n > number and place == directory for n, place in self._last)
 
-    def add(self, number: int, directory: Path) -> None:
+    def add(self, number: int, directory: Location) -> None:
         """Note that a checkpoint was committed."""
         self._last.append((number, directory))
 
@@ -79,7 +78,7 @@ class DcpEnding:
         self,
         world: World,
         turn: Turn,
-        path: Path,
+        path: Location,
         agreed: Agreed,
         meta: StorageMeta | None,
         order: Order,
@@ -94,7 +93,7 @@ class DcpEnding:
             meta: What names the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
         """
-        self.path = path
+        self.path = Location(path)
         self._name = f"{turn.name}/commit"
         self._number = turn.number
         self._order = order
@@ -109,7 +108,7 @@ class DcpEnding:
     def open(self) -> None:
         """Do nothing: the writer has made the folder."""
 
-    def commit(self, vote: Vote) -> Path:
+    def commit(self, vote: Vote) -> Location:
         """Tell the coordinator where each item is, and hear its decision.
 
         Raises as :func:`~datastates.ranks.together.settle` does. A CommitError may also say that the checkpoint stands
@@ -120,7 +119,7 @@ class DcpEnding:
         assert self.written is not None
         found = self.written.results(vote.nbytes)
         if not found:  # this rank has no part of the checkpoint
-            self.path.unlink()
+            store_of(self.path).remove(self.path)
         uncertain: list[StorageError] = []
 
         def decide(told: dict[int, bytes]) -> bytes:
@@ -167,7 +166,7 @@ class DcpEnding:
         """Remove the file if it was made here, unless the checkpoint may stand."""
         if made and not self._kept:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
-                self.path.unlink()
+                store_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The error itself."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from datastates.saving.saver import Saver
 from datastates.state import arrays
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
-from datastates.storage import store_of
+from datastates.storage import Location, store_of
 
 FRAMING = ContainerFraming(nested=True)
 """The format of a rank's files: each record is an archive of one tensor, as torch's reader wants it."""
@@ -91,7 +90,7 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
 class Written:
     """A file that is being written, and DCP's names of its arrays, by key."""
 
-    path: Path
+    path: Location
     indices: dict[str, MetadataIndex]
     places: Callable[[], Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]]
 

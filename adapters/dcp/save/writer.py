@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import threading
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Unpack
 
-from datastates._base import paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
@@ -28,7 +26,7 @@ from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.saving.saver import Saver
-from datastates.storage import store_of
+from datastates.storage import Location, location, store_of
 
 
 class WriterSettings(IoSettings):
@@ -90,7 +88,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             SettingsError: An option is unknown or its value is invalid.
             ValueError: ``path`` is the address of a store instead of a file path.
         """
-        paths.refuse_address(path)
+        location.refuse_address(path)
         super().__init__(path, overwrite=overwrite)
         warn_of_untried("torch")
         self.settings = WriterSettings.of(options)
@@ -172,7 +170,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             DatastatesError: Another save with this writer is under way.
             ValueError: ``checkpoint_id`` is the address of a store instead of a file path.
         """
-        paths.refuse_address(checkpoint_id or "")
+        location.refuse_address(checkpoint_id or "")
         self._enter()
         super().reset(checkpoint_id)
 
@@ -251,12 +249,12 @@ class DataStatesStorageWriter(FileSystemWriter):
         written.set_result(file.results(course.file_nbytes))
         return written
 
-    def new_file(self, plan: SavePlan) -> Path:
+    def new_file(self, plan: SavePlan) -> Location:
         """An unused name for this rank's file: the files of a checkpoint that is being replaced are still needed."""
         assert isinstance(plan.storage_data, _StoragePrefix)
-        directory = Path(self.path)
+        directory = Location(self.path)
         names = (directory / f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
-        return next(path for path in names if not path.exists())
+        return next(path for path in names if not store_of(path).exists(path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, on the coordinator.
@@ -264,7 +262,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         Raises:
             StorageError: ``.metadata`` could not be written, or may not survive a power failure.
         """
-        path = metadata_file.path_of(Path(self.path), None if self.use_collectives else self.rank)
+        path = metadata_file.path_of(Location(self.path), None if self.use_collectives else self.rank)
         try:
             stored, error = metadata_file.publish(path, metadata, results, super().storage_meta())
             if error is not None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datastates._base import paths
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
 from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
@@ -24,6 +23,7 @@ from datastates.restoring.restore import Restore
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.shards import ArrayRef
+from datastates.storage import Location, location
 
 _log = logging.getLogger("datastates")
 
@@ -64,13 +64,13 @@ def load_checkpoint(
         CommitError: Loading failed on another rank; the message says why.
         ValueError: ``load_dir`` is the address of a store instead of a file path.
     """
-    paths.refuse_address(load_dir)
+    location.refuse_address(load_dir)
     ours = binding.engine_of(engine)
     settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
     engines.wait()
     gate.pass_all()  # loading overwrites the training state: pending snapshots capture it first
     with contextlib.ExitStack() as closing:
-        world = world_of(None, None, Path("deepspeed-load"), settings.rank_timeout)
+        world = world_of(None, None, Location("deepspeed-load"), settings.rank_timeout)
         closing.callback(world.close)
         meeting = Meeting(world, "load")
         tag = _agree_on_tag(meeting, Path(load_dir), tag)

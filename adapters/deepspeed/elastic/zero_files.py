@@ -28,6 +28,7 @@ from datastates.restoring.saved_state import SavedState
 from datastates.state.flat_layout import FlatLayout, Name
 from datastates.state.parts import Part
 from datastates.state.shards import ArrayRef, full_key
+from datastates.storage import Location
 
 GROUPS = "param_groups"
 
@@ -47,14 +48,14 @@ class StateFile:
             StorageError: The file cannot be read.
         """
         try:
-            self.container = open_container(path)
+            self.container = open_container(Location(path))
         except FormatError as error:
             raise FormatError(
                 f"{error}: only what datastates has saved can be loaded on another number of ranks. Load this "
                 "checkpoint by engine.load_checkpoint() on as many ranks as saved it, or convert it by "
                 "python -m deepspeed.checkpoint.ds_to_universal"
             ) from error
-        head = Head(path, 0, "", 1, None, None)
+        head = Head(Location(path), 0, "", 1, None, None)
         provider = self.container.index.shards.providers[0]
         self._saved = SavedState(Stored(head), self.container, provider, RestoreRequest(trust="all"))
 
@@ -194,7 +195,9 @@ class Section:
             self._rows[rank] = source, rows
         return self._rows[rank]
 
-    def _add(self, rows: dict[str, Row], flat: Flat, layout: FlatLayout, arrays: Mapping[str, Row], path: Path) -> None:
+    def _add(
+        self, rows: dict[str, Row], flat: Flat, layout: FlatLayout, arrays: Mapping[str, Row], path: Location
+    ) -> None:
         end = max((piece.at + piece.end - piece.begin for piece in layout.slices), default=0)
         for state, expected in flat.states.items():
             row = arrays.get(state)
@@ -245,7 +248,7 @@ class ZeroFiles(Stored):
             first: Any file of it.
             sections: Its part for each provider.
         """
-        super().__init__(Head(path, 0, "", ranks, None, None))
+        super().__init__(Head(Location(path), 0, "", ranks, None, None))
         self._first = first
         self._sections = {section.name: section for section in sections}
 

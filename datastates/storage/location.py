@@ -1,0 +1,150 @@
+"""Where a file or a folder lies, as text: checks of the paths that users give, and names beside a path."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+_LONGEST_NAME = 255
+"""Most bytes of a file's name, on every usual file system."""
+_KEPT = 200
+"""Bytes of a longer name that the name of its partial directory begins with."""
+
+PathLike = str | os.PathLike[str]
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turns two into one; a drive has one letter
+
+
+@functools.total_ordering
+class Location:
+    """Where a file or a folder lies: a path of a file system, as text. Immutable.
+
+    It makes other locations, and does nothing else. A :class:`~datastates.storage.store.Store` reads and writes there.
+    """
+
+    __slots__ = ("_path",)
+
+    def __init__(self, text: PathLike) -> None:
+        """Take the path as it is."""
+        self._path = PurePosixPath(text)
+
+    @classmethod
+    def of(cls, path: PathLike) -> Location:
+        """The absolute path for the path that a user gave, with ``~`` expanded.
+
+        Raises:
+            TypeError: It is neither a string nor an os.PathLike.
+            ValueError: It is empty, or an address.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path: must be a string or os.PathLike, got {path!r:.40} ({type(path).__name__})")
+        if not os.fspath(path):
+            raise ValueError("the path of a checkpoint is empty")
+        refuse_address(path)
+        return cls(Path(path).expanduser().absolute())
+
+    @classmethod
+    def decode(cls, data: bytes) -> Location:
+        """The inverse of :meth:`encode`."""
+        return cls(os.fsdecode(data))
+
+    def encode(self) -> bytes:
+        """The text as bytes, also where the name of a file is no text."""
+        return os.fsencode(self._path)
+
+    def __truediv__(self, name: PathLike) -> Location:
+        """The location of a name below this one."""
+        return Location(self._path / name)
+
+    @property
+    def name(self) -> str:
+        """The last name of the path."""
+        return self._path.name
+
+    @property
+    def stem(self) -> str:
+        """The last name without its last ending."""
+        return self._path.stem
+
+    @property
+    def suffix(self) -> str:
+        """The last ending of the last name, with its dot."""
+        return self._path.suffix
+
+    @property
+    def parent(self) -> Location:
+        """The folder that this is in."""
+        return Location(self._path.parent)
+
+    @property
+    def parents(self) -> list[Location]:
+        """The folders above this, the deepest first."""
+        return [Location(one) for one in self._path.parents]
+
+    def with_name(self, name: str) -> Location:
+        """The location of another name in the same folder."""
+        return Location(self._path.with_name(name))
+
+    def is_relative_to(self, other: PathLike) -> bool:
+        """Whether this is another location, or below it."""
+        return self._path.is_relative_to(other)
+
+    def __fspath__(self) -> str:
+        """The path, for calls of the system and for the native core."""
+        return str(self._path)
+
+    def __str__(self) -> str:
+        """The path, for messages."""
+        return str(self._path)
+
+    def __repr__(self) -> str:
+        """The class and the path."""
+        return f"Location({str(self._path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two locations have the same path."""
+        return isinstance(other, Location) and self._path == other._path
+
+    def __lt__(self, other: Location) -> bool:
+        """Whether this path comes before another, name by name."""
+        return self._path < other._path
+
+    def __hash__(self) -> int:
+        """Equal for equal locations."""
+        return hash(self._path)
+
+
+def is_address(path: PathLike) -> bool:
+    """Whether this is the address of a store or a server, such as ``s3://bucket``."""
+    return _ADDRESS.match(os.fspath(path)) is not None
+
+
+def refuse_address(path: PathLike) -> None:
+    """Refuse the address of a store or a server, such as ``s3://bucket``.
+
+    Taken as a path, it would name a folder below the working directory.
+
+    Raises:
+        ValueError: The path is an address; the message says what to give instead.
+    """
+    text = os.fspath(path)
+    if (match := _ADDRESS.match(text)) is not None:
+        raise ValueError(
+            f"path: {text} is an address ({match[1]}:), and checkpoints are saved to file systems only: "
+            "give a path, of local storage or of a mount"
+        )
+
+
+def stem_of_partial(name: str) -> str:
+    """What the name of a partial directory begins with, given the name that it is written for.
+
+    That is the name itself; of a very long one, its beginning and a digest of it: the whole must fit into a name.
+    """
+    encoded = os.fsencode(name)
+    if len(encoded) + len(".partial-xxxxxxxx") + len(".replaced") <= _LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[:_KEPT].decode(errors='ignore')}~{digest}"
