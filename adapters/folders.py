@@ -19,7 +19,7 @@ from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
-from datastates.commit import manifest
+from datastates.commit.pending import Pending
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
@@ -104,7 +104,7 @@ class FolderCheckpoints:
             room = room or target.parent
             world = self._prepare(room, target)
         looks.finish(target)  # what it holds then is what this checkpoint replaces
-        pending = manifest.Pending(Location(room / f".{target.name}"), world.token(name))
+        pending = Pending(Location(room / f".{target.name}"), world.token(name))
         staged = Path(pending.directory / target.name)
         snapshots: list[Snapshot] = []
         before: naming.Contents = {}
@@ -147,7 +147,7 @@ class FolderCheckpoints:
         try:
             with looks.unwatched():
                 locked.callback(pending.close)
-                manifest.begin(pending)
+                pending.begin()
                 naming.refuse(target)
                 staged.mkdir(exist_ok=True)
                 if world.rank == 0:

@@ -15,7 +15,8 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datastates.commit import manifest, retention
+from datastates.commit import retention
+from datastates.commit.pending import LOCK
 from datastates.errors import CommitError
 from datastates.storage import Location, location, store_of
 from datastates.storage.local import opened
@@ -90,7 +91,7 @@ def clear(staged: Path, home: Path) -> None:
     What somebody who was handed that folder has written beside it goes to ``home``.
     """
     hidden = staged.parent
-    for name in {*os.listdir(hidden)} - {staged.name, _OLD, f"{_OLD}.copy", manifest.LOCK}:
+    for name in {*os.listdir(hidden)} - {staged.name, _OLD, f"{_OLD}.copy", LOCK}:
         if (hidden / name).is_dir():
             _keep(hidden / name, home / name, {}, replace=False)
         else:

@@ -20,7 +20,7 @@ from datastates._base.tasks import Task
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work, Workers
 from datastates.adapters import looks
-from datastates.commit import manifest
+from datastates.commit.pending import Pending
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError
 from datastates.executor.make import make_executor, prepare
@@ -299,7 +299,7 @@ class TorchFiles:
         in_flight = self._engine.pending() if self._engine is not None else []
         return [course for course in in_flight if Location(folder) in course.path.parents]
 
-    def give_up(self, pending: manifest.Pending) -> None:
+    def give_up(self, pending: Pending) -> None:
         """Abandon a folder, if need be in the background, once the files that are being written into it have ended."""
         written = self.under_way(pending.directory)
 
@@ -307,7 +307,7 @@ class TorchFiles:
             for course in written:
                 course.wait_ended()
                 course.deliver()  # nobody waits for the file any more
-            manifest.abandon(pending)
+            pending.abandon()
 
         if written:
             self._in_order.do(abandon)

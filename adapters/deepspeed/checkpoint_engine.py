@@ -19,7 +19,6 @@ from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
-from datastates.commit import manifest
 from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
@@ -184,7 +183,7 @@ class CheckpointEngine:
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
         lazy, pending = _lazy_in(state_dict, buffers), pending_of(final)
         try:
-            manifest.begin(pending)
+            pending.begin()
             kind = final.name.removesuffix(".pt")
             taken = self._files.write(kind, state_dict, Path(pending.files[0]), lazy, attempt=save.attempt)
             save.add(taken, pending, final)

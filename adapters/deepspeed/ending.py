@@ -13,7 +13,8 @@ from pathlib import Path
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
 from datastates.adapters import looks
-from datastates.commit import manifest, retention
+from datastates.commit import retention
+from datastates.commit.pending import Pending, publish_files
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
@@ -24,12 +25,12 @@ _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
 
 
-def pending_of(final: Path, room: Path | None = None) -> manifest.Pending:
+def pending_of(final: Path, room: Path | None = None) -> Pending:
     """A folder to make, with the path in it to write to (``files[0]``).
 
     ``room`` is where the folder is to lie, on the file system of ``final``; None: beside it.
     """
-    pending = manifest.Pending(Location((room or final.parent) / f".{final.name}"))
+    pending = Pending(Location((room or final.parent) / f".{final.name}"))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
@@ -52,7 +53,7 @@ def sweep(root: Path) -> None:
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
     snapshot: Snapshot
-    pending: manifest.Pending
+    pending: Pending
     final: Path
 
     @property
@@ -127,11 +128,11 @@ class Save:
 
     # --- for the checkpoint engine
 
-    def add(self, snapshot: Snapshot, pending: manifest.Pending, final: Path) -> None:
+    def add(self, snapshot: Snapshot, pending: Pending, final: Path) -> None:
         """Add a file, which is written in the folder of ``pending``."""
         self._files.append(_File(snapshot, pending, final))
 
-    def has(self, pending: manifest.Pending) -> bool:
+    def has(self, pending: Pending) -> bool:
         """Whether the file in a folder was added."""
         return any(file.pending is pending for file in self._files)
 
@@ -182,7 +183,7 @@ class Save:
                     _log.warning("%s is kept: what it was to replace has been removed", file.partial)
                     file.pending.close()
                 else:
-                    manifest.abandon(file.pending)
+                    file.pending.abandon()
             _log.warning("the checkpoint %s has failed: %s", self.tag, error)
         finally:
             self._ended.set()
@@ -217,12 +218,11 @@ class Save:
             store_of(place := Location(folder)).sync_folder(place)
 
     def _rename(self, folders: Iterable[Path]) -> None:
-        for file in self._files:
-            store_of(final := Location(file.final)).rename(file.pending.files[0], final)
-        for folder in {*folders, *(folder.parent for folder in folders)}:  # and the parents of new folders
+        publish_files([(file.pending.files[0], Location(file.final)) for file in self._files], replace=True)
+        for folder in {folder.parent for folder in folders}:  # some of the folders are new
             store_of(place := Location(folder)).sync_folder(place)
         for file in self._files:
-            manifest.abandon(file.pending)
+            file.pending.abandon()
 
     def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
         """Agree with all ranks that none has failed; returns whether any of them raised its flag.
@@ -244,10 +244,9 @@ def _publish(latest: Path, tag: str) -> None:
     # who counts the folders beside ``latest`` counts checkpoints
     pending = pending_of(latest, latest.parent / tag)
     try:
-        manifest.begin(pending)
+        pending.begin()
         (new,) = pending.files
         store_of(new).create(new, tag.encode())
-        store_of(new).rename(new, Location(latest))
+        publish_files([(new, Location(latest))], replace=True)
     finally:
-        manifest.abandon(pending)
-    store_of(folder := Location(latest.parent)).sync_folder(folder)
+        pending.abandon()

@@ -18,7 +18,8 @@ from datastates.adapters import looks, torch_loads
 from datastates.adapters.lightning import asking
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
 from datastates.adapters.tried import warn_of_untried
-from datastates.commit import manifest, retention
+from datastates.commit import retention
+from datastates.commit.pending import Pending, publish_files
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage import location, store_of
@@ -122,7 +123,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         if final.parent not in self._swept:
             self._swept.add(final.parent)
             retention.sweep(home, _PENDING)
-        pending = manifest.Pending(home / f".{final.name}")
+        pending = Pending(home / f".{final.name}")
         partial = pending.file(final.name)
         ending = Work(lambda: None)  # who takes it ends the checkpoint: by its name, or as interrupted
 
@@ -132,13 +133,12 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             try:
                 if failure is not None:
                     raise failure
-                store_of(home).rename(partial, Location(final))
+                publish_files([(partial, Location(final))], replace=True)
             finally:
-                manifest.abandon(pending)
-            store_of(home).sync_folder(home)
+                pending.abandon()
 
         try:
-            manifest.begin(pending)
+            pending.begin()
             snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy)
             self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
             self.files.then(f"the checkpoint {final}", [course_of(snapshot)], name, final=final)

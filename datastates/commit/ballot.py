@@ -16,6 +16,7 @@ from datastates.commit import catalog, directories, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
 from datastates.commit.fence import Opening
+from datastates.commit.pending import Pending
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.errors import (
@@ -107,7 +108,7 @@ class Ballot:
         return b"" if self._opening is None else self._opening.mark
 
     def cast(
-        self, vote: Vote, pending: manifest.Pending, target: Callable[[], Location], retain: Callable[[], None]
+        self, vote: Vote, pending: Pending, target: Callable[[], Location], retain: Callable[[], None]
     ) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
 
@@ -185,7 +186,7 @@ class Ballot:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
                 self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
-    def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Location]) -> Location:
+    def _commit(self, votes: dict[int, Vote], pending: Pending, target: Callable[[], Location]) -> Location:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()
@@ -202,7 +203,7 @@ class Ballot:
                 containers=containers,
                 catalog=written,
             )
-            return manifest.commit(pending, made, target)
+            return pending.commit(made, target)
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
@@ -230,7 +231,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     return b""
 
 
-def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
+def _write_catalog(votes: dict[int, Vote], pending: Pending) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
     paths = [pending.directory / vote.file for vote in votes.values()]
     for (rank, vote), path, found in zip(votes.items(), paths, store_of(pending.directory).lengths(paths), strict=True):
@@ -251,7 +252,7 @@ def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifes
     return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
 
 
-def _refuse_conflict(votes: dict[int, Vote], pending: manifest.Pending) -> None:
+def _refuse_conflict(votes: dict[int, Vote], pending: Pending) -> None:
     """Raise CommitError that names what is held twice or not at all. Slow: opens all containers."""
     tables = {rank: open_container(pending.directory / v.file).index.shards for rank, v in votes.items()}
     if (text := describe_conflicts(tables)) is not None:

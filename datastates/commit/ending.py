@@ -10,6 +10,7 @@ from typing import Protocol
 
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
+from datastates.commit.pending import Pending
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -55,7 +56,7 @@ class CheckpointEnding:
 
     def __init__(
         self,
-        pending: manifest.Pending,
+        pending: Pending,
         ballot: Ballot,
         target: Callable[[], Location],
         retain: Callable[[], None],
@@ -84,7 +85,7 @@ class CheckpointEnding:
 
     def open(self) -> None:
         """Make the partial directory; raises StorageError."""
-        manifest.begin(self._pending)
+        self._pending.begin()
 
     def commit(self, vote: Vote) -> Location:
         """Vote and wait for the other ranks; raises what :meth:`~datastates.commit.ballot.Ballot.cast` does."""
@@ -103,7 +104,7 @@ class CheckpointEnding:
     def abandon(self, *, made: bool) -> None:
         """Remove the files of this process, and the directory if no other rank still uses it."""
         del made
-        manifest.abandon(self._pending)
+        self._pending.abandon()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """FencedError where a newer run has begun to save, as the partial directory is gone then; else ``error``."""

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
+from datastates.commit.pending import LOCK, as_debris
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location
@@ -182,7 +183,7 @@ class Opening:
         stopped = False
         for entry in entries(self.root):
             if (m := PARTIAL.match(entry.name)) and STEP.match(m[1]) and self._is_older(entry):
-                left = entry.with_name(f"{m[1]}.partial-{secrets.token_hex(4)}")
+                left = as_debris(self.root / m[1])
                 with _ignoring(*ABSENT):
                     _store(self.root).rename(entry, left)
                     stopped = True
@@ -196,7 +197,7 @@ class Opening:
         One without a number has yet to be marked, and its process to look whether it is fenced.
         """
         try:
-            mark = _store(partial).read_all(partial / manifest.LOCK, _MOST)
+            mark = _store(partial).read_all(partial / LOCK, _MOST)
         except StorageError as error:
             if error.errno in ABSENT:
                 return False

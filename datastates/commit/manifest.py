@@ -1,30 +1,23 @@
-"""The manifest, which names the files of a checkpoint, and the commit, which makes a directory a checkpoint.
+"""The manifest, which names the files of a checkpoint. A directory without one is no checkpoint.
 
-A snapshot is written into a directory ``NAME.partial-XXXXXXXX``. Readers ignore it, and its writers hold a lock on a
-file in it. The commit writes and syncs ``manifest.json`` there, syncs the directory, renames it to ``NAME``, and syncs
-its parent. A directory without a manifest is no checkpoint. ``docs/format.md`` specifies the format.
+``docs/format.md`` specifies the format.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import secrets
-import time
 import zlib
-from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
-from datastates.storage import Entry, Lock, store_of
-from datastates.storage.location import Location, stem_of_partial
+from datastates.storage import Entry, store_of
+from datastates.storage.location import Location
 
 FILE = "manifest.json"
-LOCK = ".lock"
 FORMAT_VERSION = 2
 """The format of new manifests. Format 1, which has no ``sequence``, can be read, too."""
 _MAX_NBYTES = 1 << 28
@@ -146,155 +139,6 @@ def decode(data: bytes, path: str) -> Manifest:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
-
-
-def partial(target: Location, attempt: str) -> Location:
-    """The partial directory of an attempt to write ``target``."""
-    return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
-
-
-class Pending:
-    """A checkpoint that is being written.
-
-    It only says what :func:`begin` is to make, so that it can be abandoned at any time, also after an interrupt.
-
-    Attributes:
-        directory: The partial directory for its files.
-        target: The path that the checkpoint was expected to have when it was begun.
-        attempt: The name of the attempt, as in the partial directory's name.
-        shared: Whether other ranks write into the directory, too.
-        files: The files of this process.
-    """
-
-    def __init__(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> None:
-        """Choose the partial directory, beside ``target``; nothing is made yet.
-
-        ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
-        directory is this process's alone and gets a random name. The lock file holds ``mark``.
-        """
-        self.target = target
-        self.attempt = attempt or secrets.token_hex(4)
-        self.directory = partial(target, self.attempt)
-        self.shared = attempt is not None
-        self.files: list[Location] = []
-        self._mark = mark
-        self._is_ours = True
-        self._lock: Lock | None = None  # shows other processes that the writer lives
-
-    def file(self, name: str) -> Location:
-        """The path for a new file of this process."""
-        self.files.append(self.directory / name)
-        return self.files[-1]
-
-    def make(self, *, again: bool) -> None:
-        """Make the directory, for the first time or ``again``. Raises StorageError."""
-        try:
-            store_of(self.directory).add_folder(self.directory, exist_ok=self.shared or again)
-        except StorageError as error:
-            self._is_ours = error.errno != errno.EEXIST
-            raise
-
-    def lock(self) -> bool:
-        """Lock the directory, which is there; False if it is being deleted. Raises StorageError."""
-        path = self.directory / LOCK
-        lock = store_of(path).open_lock(path, create=self._mark)
-        if lock.hold(shared=True) is False or not lock.is_at(path):
-            return False
-        self._lock = lock
-        return True
-
-    def close(self) -> None:
-        """Release the lock. Idempotent."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def remove(self) -> None:
-        """Delete the directory with all that is in it, as far as possible, and release the lock."""
-        if self._is_ours:
-            store_of(self.directory).remove_tree(self.directory, tolerant=True)
-        self.close()
-
-
-def begin(pending: Pending) -> Pending:
-    """Make and lock the partial directory of ``pending``, which is returned.
-
-    Raises:
-        StorageError: The directory could not be made. Abandon ``pending``, as after every exception.
-    """
-    root = pending.target.parent
-    store_of(root).make_folder(root)
-    again = False
-    while True:
-        pending.make(again=again)
-        again = True
-        try:
-            if pending.lock():
-                return pending
-        except StorageError as error:
-            # another process took the directory for debris before it was locked
-            if error.errno != errno.ENOENT or not store_of(root).is_folder(root):
-                raise
-        time.sleep(0.001)  # until the other process has deleted it
-
-
-def commit(pending: Pending, manifest: Manifest, target: Callable[[], Location]) -> Location:
-    """Make the pending directory a checkpoint; returns its path. All its other files must be synced.
-
-    ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken that
-    path meanwhile.
-
-    Raises:
-        StorageError: The commit failed; the checkpoint is not committed.
-    """
-    store_of(pending.directory).create(pending.file(FILE), encode(manifest))
-    return publish(pending, target)
-
-
-def publish(pending: Pending, target: Callable[[], Location]) -> Location:
-    """Give the pending directory its name; arguments, result and errors are those of :func:`commit`."""
-    store = store_of(pending.directory)
-    store.sync_folder(pending.directory)
-    made = store.look(pending.directory)
-    path = _rename(pending.directory, target)
-    try:
-        # not earlier: a partial directory without the lock file counts as abandoned
-        store.remove(path / LOCK, operation="unlock")
-        store.sync_folder(path.parent)
-    except StorageError:
-        with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint, and touch no other one
-            if made is not None and (found := store.look(path)) is not None and found.place == made.place:
-                store.rename(path, pending.directory)
-        raise
-    pending.close()
-    return path
-
-
-def _rename(directory: Location, target: Callable[[], Location]) -> Location:
-    path = target()
-    while True:
-        try:
-            store_of(directory).rename(directory, path)
-            return path
-        except StorageError as error:
-            taken, path = path, target()
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or path == taken:
-                raise
-
-
-def abandon(pending: Pending) -> None:
-    """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
-    if not pending.shared:
-        pending.remove()
-        return
-    store = store_of(pending.directory)
-    for path in pending.files:
-        with contextlib.suppress(OSError):
-            store.remove(path)
-    pending.close()
-    # other ranks may still be writing, or about to begin: the last one to give up removes the directory
-    with contextlib.suppress(OSError), store.open_lock(pending.directory / LOCK) as lock:
-        if lock.hold() is not False and store.names(pending.directory) == [LOCK]:
-            store.remove_tree(pending.directory, tolerant=True)
 
 
 def look(path: Location) -> Entry | None:

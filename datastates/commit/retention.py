@@ -6,13 +6,13 @@ import contextlib
 import errno
 import logging
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 
 from datastates.commit import fence, health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.commit.newest import in_order
+from datastates.commit.pending import LOCK, as_debris
 from datastates.errors import FencedError, StorageError
 from datastates.storage import store_of
 from datastates.storage.location import Location, stem_of_partial
@@ -121,7 +121,7 @@ def is_live(entry: Location) -> bool:
 @contextlib.contextmanager
 def _unlocked(entry: Location) -> Iterator[bool]:
     """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
-    store, path = store_of(entry), entry / manifest.LOCK
+    store, path = store_of(entry), entry / LOCK
     try:
         try:
             lock = store.open_lock(path)
@@ -147,7 +147,7 @@ def remove(path: Location) -> bool:
         StorageError: It cannot be deleted. It is no error if it is already gone.
         FencedError: A newer run saves in the directory; nothing is deleted.
     """
-    left, store = manifest.partial(path, secrets.token_hex(4)), store_of(path)
+    left, store = as_debris(path), store_of(path)
     try:
         with store.open_lock(path / manifest.FILE, write=False) as file:
             if file.hold() is False:

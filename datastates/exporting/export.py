@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates.commit import manifest, retention
+from datastates.commit import retention
+from datastates.commit.pending import Pending, publish_files
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
@@ -172,15 +173,15 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 
 @contextlib.contextmanager
-def _pending(place: Location) -> Iterator[manifest.Pending]:
+def _pending(place: Location) -> Iterator[Pending]:
     """A partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
     retention.sweep_beside(place)
     missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)
-        pending = manifest.Pending(place)
-        after_failure.callback(manifest.abandon, pending)
-        manifest.begin(pending)
+        pending = Pending(place)
+        after_failure.callback(pending.abandon)
+        pending.begin()
         yield pending
         after_failure.pop_all()
 
@@ -192,36 +193,17 @@ def _remove_empty(folders: Iterable[Location]) -> None:
             store_of(folder).remove_empty(folder)
 
 
-def _publish(pending: manifest.Pending, target: Location) -> None:
+def _publish(pending: Pending, target: Location) -> None:
     """Give what was written its names; raises FileExistsError if something has got one of them meanwhile."""
     try:
-        if is_file(target):
-            _move_out(pending, target.parent)
-        elif pending.directory.parent == target.parent:
-            manifest.publish(pending, lambda: target)
-        else:
-            _move_out(pending, target)
+        if not is_file(target) and pending.directory.parent == target.parent:
+            pending.publish(lambda: target)
+            return
+        folder = target.parent if is_file(target) else target
+        # the last one is the index, where there are several
+        publish_files([(written, folder / written.name) for written in pending.files], replace=False)
+        pending.abandon()
     except StorageError as error:
         if error.errno in _TAKEN:
             refuse_existing(target)
         raise
-
-
-def _move_out(pending: manifest.Pending, folder: Location) -> None:
-    """Move the files of a partial folder to the folder that is to have them, and remove the partial folder.
-
-    The last one is the index, where there are several.
-    """
-    store = store_of(folder)
-    moved: list[tuple[Location, Location]] = []
-    try:
-        for written in pending.files:
-            store.rename_new(written, folder / written.name)
-            moved.append((folder / written.name, written))
-        store.sync_folder(folder)
-    except BaseException:
-        for final, written in reversed(moved):
-            with contextlib.suppress(OSError):  # a failed export must leave no target
-                store.rename(final, written)
-        raise
-    manifest.abandon(pending)

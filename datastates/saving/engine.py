@@ -13,7 +13,7 @@ from functools import partial
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
-from datastates.commit.manifest import Pending
+from datastates.commit.pending import Pending
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor

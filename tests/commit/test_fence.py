@@ -14,6 +14,7 @@ from datastates._base.faults import Fault
 from datastates.cli.commands import main
 from datastates.commit import fence, manifest
 from datastates.commit.fence import Opening
+from datastates.commit.pending import Pending
 from datastates.errors import FencedError, StorageError
 from datastates.providers import HostTensorProvider
 
@@ -59,7 +60,7 @@ def test_openings_of_one_process_do_not_fence_each_other(tmp_path: Path) -> None
 def test_only_partial_directories_of_older_openings_get_another_name(tmp_path: Path) -> None:
     older, newer = (of_another_process(tmp_path, name) for name in ("older", "newer"))
     pending = {
-        name: manifest.begin(manifest.Pending(tmp_path / f"step-{step:08}", mark=mark))
+        name: Pending(tmp_path / f"step-{step:08}", mark=mark).begin()
         for step, (name, mark) in enumerate({"older": older.mark, "newer": newer.mark, "no run's": b""}.items())
     }
     newer.begin_to_save()

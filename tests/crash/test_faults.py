@@ -152,7 +152,7 @@ def test_every_step_of_the_commit_is_broken_here(tmp_path: Path, monkeypatch: py
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         monkeypatch.setattr(faults, "hit", lambda point, path: passed.add(point))
         ckpt.snapshot(providers_of(state_of(1)), step=1).wait_committed()
-    looks = {"store.list", "store.stat"}
+    looks = {"store.list", "store.read", "store.stat"}
     assert {point for point in passed if point.startswith("store.")} - looks == {point for point, _, _ in COMMIT_STEPS}
 
 

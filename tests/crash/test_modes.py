@@ -14,7 +14,7 @@ import pytest
 from steps import OPTIONS, PRELUDE, providers
 
 import datastates as ds
-from datastates.commit import manifest
+from datastates.commit.pending import Pending
 
 
 @pytest.fixture(params=[0o022, 0o002, 0o077, 0o027], ids=oct)
@@ -42,9 +42,9 @@ def test_all_files_and_folders_have_the_modes_of_others(umask: int, tmp_path: Pa
         assert (tmp_path / name).stat().st_mode & 0o7777 == 0o666 & ~umask
     ds.export(tmp_path / "deep" / "run", tmp_path / "folder", keys="model/*")
     assert modes(tmp_path / "folder") == expected
-    pending = manifest.begin(manifest.Pending(tmp_path / "pending"))
+    pending = Pending(tmp_path / "pending").begin()
     assert modes(pending.directory) == expected
-    manifest.abandon(pending)
+    pending.abandon()
 
 
 def test_files_are_as_torch_saves_them(umask: int, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_files_are_as_torch_saves_them(umask: int, tmp_path: Path) -> None:
 OTHERS = """
 import logging
 logging.basicConfig(level="WARNING")
-from datastates.commit import manifest
+from datastates.commit.pending import Pending
 from pathlib import Path
 
 def save(user, step):
@@ -73,7 +73,7 @@ def save(user, step):
 
 os.umask(0o022)
 save(65533, 1)
-left = manifest.begin(manifest.Pending(Path(root) / "step-00000009"))
+left = Pending(Path(root) / "step-00000009").begin()
 left.close()  # as if its process had died
 save(65534, 2)
 assert left.directory.exists()

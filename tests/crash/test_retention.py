@@ -17,6 +17,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates.commit import directories, manifest, newest, retention
+from datastates.commit.pending import Pending
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
 
@@ -42,14 +43,14 @@ def test_one_that_is_overtaken_is_older_than_what_overtook_it(
     late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overtaken = threading.Event()
-    real = manifest.commit
+    real = Pending.commit
 
-    def commit(pending: manifest.Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
+    def commit(pending: Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
         if made.step == late:
             assert overtaken.wait(30)
         return real(pending, made, target)
 
-    monkeypatch.setattr(manifest, "commit", commit)
+    monkeypatch.setattr(Pending, "commit", commit)
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(late), step=late)
         ckpt.snapshot(providers(2), step=2).wait_committed()
@@ -104,15 +105,15 @@ def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, overtaken = threading.Event(), threading.Event()
-    real = manifest.commit
+    real = Pending.commit
 
-    def commit(pending: manifest.Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
+    def commit(pending: Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
         if not begun.is_set():
             begun.set()
             assert overtaken.wait(30)
         return real(pending, made, target)
 
-    monkeypatch.setattr(manifest, "commit", commit)
+    monkeypatch.setattr(Pending, "commit", commit)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=5)
         assert begun.wait(30)

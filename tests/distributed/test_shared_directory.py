@@ -13,6 +13,7 @@ import short
 
 from datastates.cli import commands
 from datastates.commit import fence, manifest, newest, protection, retention
+from datastates.commit.pending import Pending
 from datastates.storage import store_of
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
         (root / name).mkdir()
         (root / name / "file").write_bytes(b"not of any run")
     (root / "step-00000008.partial-01234567").symlink_to(root / "step-00000009")
-    living = manifest.begin(manifest.Pending(root / "step-00000005", "0a1b2c3d"))
+    living = Pending(root / "step-00000005", "0a1b2c3d").begin()
     living.file("rank-00003.pt").write_bytes(b"being written")
     # what the rendezvous of another run of three ranks left; its session file is cut short
     for folder in ("0123456789abcdef", "0123456789abcdef/joined"):
@@ -68,37 +69,37 @@ def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
     assert names(root) == sorted(left)
     assert names(living.directory) == [".lock", "rank-00003.pt"]
     assert all(is_whole(root / name) for name in checkpoints)
-    manifest.abandon(living)
+    living.abandon()
     assert not living.directory.exists()
 
 
 def test_the_last_rank_to_give_up_takes_the_directory_away(tmp_path: Path) -> None:
-    pending = [manifest.begin(manifest.Pending(tmp_path / "step-00000001", "0a1b2c3d")) for _ in range(3)]
+    pending = [Pending(tmp_path / "step-00000001", "0a1b2c3d").begin() for _ in range(3)]
     for rank, one in enumerate(pending):
         one.file(f"rank-{rank:05d}.pt").touch()
-    manifest.abandon(pending[1])
+    pending[1].abandon()
     assert names(pending[0].directory) == [".lock", "rank-00000.pt", "rank-00002.pt"]
-    manifest.abandon(pending[0])
+    pending[0].abandon()
     pending[2].files[0].unlink()  # it has written nothing yet, but the directory is still its own
-    manifest.begin(manifest.Pending(tmp_path / "step-00000001", "0a1b2c3d")).close()
+    Pending(tmp_path / "step-00000001", "0a1b2c3d").begin().close()
     assert names(tmp_path) == ["step-00000001.partial-0a1b2c3d"]
-    manifest.abandon(pending[2])
+    pending[2].abandon()
     assert names(tmp_path) == []
 
 
 def test_a_rank_that_has_not_begun_to_write_keeps_its_directory(tmp_path: Path) -> None:
-    first, second = (manifest.begin(manifest.Pending(tmp_path / "step-00000001", "0a1b2c3d")) for _ in range(2))
-    manifest.abandon(first)
+    first, second = (Pending(tmp_path / "step-00000001", "0a1b2c3d").begin() for _ in range(2))
+    first.abandon()
     second.file("rank-00001.pt").touch()
-    manifest.abandon(second)
+    second.abandon()
     assert names(tmp_path) == []
 
 
 def test_closing_twice_lets_no_other_lock_go(tmp_path: Path) -> None:
-    first = manifest.begin(manifest.Pending(tmp_path / "step-00000001"))
+    first = Pending(tmp_path / "step-00000001").begin()
     first.close()
     # it reuses the number of the closed descriptor
-    second = manifest.begin(manifest.Pending(tmp_path / "step-00000002"))
+    second = Pending(tmp_path / "step-00000002").begin()
     first.close()
     assert second.directory not in retention.debris(tmp_path)
     second.close()

@@ -55,6 +55,28 @@ FRAMEWORKS = {
     "torchtitan",
     "transformers",
 }
+STORAGE = {"_base", "storage"}
+"""The packages that may call the system on files. ``adapters`` may, too: frameworks hand them files of their own."""
+PURE = {"PathLike", "environ", "fsdecode", "fsencode", "fspath", "getpid", "kill", "register_at_fork", "strerror"}
+"""Names of ``os`` that do not touch files."""
+NO_CHECKPOINTS = {
+    "executor.cache_size": "reads what /proc and /sys say of memory",
+    "executor.timeline": "writes a trace to the path that the user gives",
+    "ranks.neighbours": "reads what /proc says of this host",
+    "cli.output": "keeps the interpreter from writing to a closed pipe",
+    "container.pickle_policy": "makes the paths that are part of a state",
+}
+FACES = {
+    "checkpointer",
+    "exporting.export",
+    "restoring.comparison",
+    "restoring.report",
+    "restoring.restore",
+    "restoring.restored",
+    "saving.report",
+    "saving.snapshot",
+}
+"""They make a ``pathlib.Path`` for users of a location, and do no more with it."""
 LINES = 400
 LONG = {
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
@@ -166,6 +188,28 @@ def test_files_are_short() -> None:
 def test_the_doors_to_the_native_core() -> None:
     # besides the executor: checksums of the container, and scans of many arrays or opcodes at once
     assert {m for m in MODULES if any(target == "_native" for target, _, _ in _ours(m))} == NATIVE
+
+
+def test_only_stores_touch_files() -> None:
+    above = {m for m in MODULES if _package(m) not in {*STORAGE, "adapters", "providers", "testing"}}
+    found = {}
+    for module in above:
+        tree = ast.parse(MODULES[module].read_text())
+        uses = {
+            f"os.{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+        }
+        imports = {source.split(".")[0] for source, _, _, _ in _imports(module)}
+        found[module] = {use for use in uses if use.removeprefix("os.") not in PURE}
+        found[module] |= imports & {"fcntl", "glob", "pathlib", "shutil", "tempfile"}
+        if not any(isinstance(node, ast.FunctionDef) and node.name == "open" for node in tree.body):
+            calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+            found[module] |= {"open()" for call in calls if isinstance(call, ast.Name) and call.id == "open"}
+    assert {module: uses for module, uses in found.items() if uses and module not in NO_CHECKPOINTS} == {
+        module: {"pathlib"} for module in FACES
+    }
+    assert all(found[module] for module in NO_CHECKPOINTS)
 
 
 def test_frameworks_are_imported_inside_functions_only() -> None:

@@ -16,7 +16,7 @@ from memory_store import MemoryStore
 from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.errors import StorageError
-from datastates.storage import Store, store_of
+from datastates.storage import Location, Store, store_of
 from datastates.storage.faulty import FaultyStore
 from datastates.storage.local import LocalStore
 
@@ -33,13 +33,14 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 @pytest.fixture
-def root(store: Store, tmp_path: Path) -> Path:
+def root(store: Store, tmp_path: Path) -> Location:
     """A folder with nothing in it."""
-    store.make_folder(tmp_path / "root")
-    return tmp_path / "root"
+    folder = Location(tmp_path / "root")
+    store.make_folder(folder)
+    return folder
 
 
-def fails(number: int, operation: str, path: Path, call: Callable[[], object]) -> None:
+def fails(number: int, operation: str, path: Location, call: Callable[[], object]) -> None:
     with pytest.raises(StorageError) as caught:
         call()
     assert (caught.value.errno, caught.value.operation, caught.value.filename) == (number, operation, str(path))
@@ -48,7 +49,7 @@ def fails(number: int, operation: str, path: Path, call: Callable[[], object]) -
 # --- files
 
 
-def test_a_file_that_was_made_is_read(store: Store, root: Path) -> None:
+def test_a_file_that_was_made_is_read(store: Store, root: Location) -> None:
     store.create(root / "a", b"0123456789")
     assert store.read(root / "a", 2, 3) == b"234"
     assert store.read(root / "a", 4, 0) == b""
@@ -59,18 +60,18 @@ def test_a_file_that_was_made_is_read(store: Store, root: Path) -> None:
     store.will_need(root / "none", 0, 10)
 
 
-def test_no_range_is_cut_short(store: Store, root: Path) -> None:
+def test_no_range_is_cut_short(store: Store, root: Location) -> None:
     store.create(root / "a", b"0123")
     fails(0, "read", root / "a", lambda: store.read(root / "a", 2, 3))
     fails(0, "read", root / "a", lambda: store.read(root / "a", 9, 1))
 
 
-def test_a_file_that_is_too_long_is_refused(store: Store, root: Path) -> None:
+def test_a_file_that_is_too_long_is_refused(store: Store, root: Location) -> None:
     store.create(root / "a", b"0123")
     fails(errno.EFBIG, "read", root / "a", lambda: store.read_all(root / "a", 3))
 
 
-def test_a_file_that_is_absent(store: Store, root: Path) -> None:
+def test_a_file_that_is_absent(store: Store, root: Location) -> None:
     none = root / "none"
     assert store.look(none) is None
     assert not any(is_there(none) for is_there in (store.exists, store.is_file, store.is_folder, store.is_link))
@@ -87,7 +88,7 @@ def test_a_file_that_is_absent(store: Store, root: Path) -> None:
     fails(errno.ENOENT, "open", none / "a", lambda: store.create(none / "a", b""))
 
 
-def test_a_file_is_made_once(store: Store, root: Path) -> None:
+def test_a_file_is_made_once(store: Store, root: Location) -> None:
     made: list[int] = []
     refused: list[int] = []
     together = threading.Barrier(8)
@@ -111,7 +112,7 @@ def test_a_file_is_made_once(store: Store, root: Path) -> None:
     assert store.read_all(root / "a") == str(winner).encode()
 
 
-def test_a_file_is_replaced_at_once(store: Store, root: Path) -> None:
+def test_a_file_is_replaced_at_once(store: Store, root: Location) -> None:
     store.replace(root / "a", b"old")
     before = store.look(root / "a")
     store.replace(root / "a", b"newer")
@@ -123,7 +124,7 @@ def test_a_file_is_replaced_at_once(store: Store, root: Path) -> None:
     assert before.version != after.version
 
 
-def test_touching_changes_no_contents(store: Store, root: Path) -> None:
+def test_touching_changes_no_contents(store: Store, root: Location) -> None:
     store.touch(root / "a")
     assert store.read_all(root / "a") == b""
     store.replace(root / "a", b"data")
@@ -131,14 +132,14 @@ def test_touching_changes_no_contents(store: Store, root: Path) -> None:
     assert store.read_all(root / "a") == b"data"
 
 
-def test_lengths_of_many(store: Store, root: Path) -> None:
+def test_lengths_of_many(store: Store, root: Location) -> None:
     for n in range(40):
         store.create(root / str(n), bytes(n))
     assert store.lengths([root / str(n) for n in range(41)]) == [*range(40), None]
     assert store.length(root / "7") == 7
 
 
-def test_a_file_that_is_written_in_pieces(store: Store, root: Path) -> None:
+def test_a_file_that_is_written_in_pieces(store: Store, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     for direct in (False, True):
         writer = store.writer(root / str(direct), direct=direct)
@@ -154,7 +155,7 @@ def test_a_file_that_is_written_in_pieces(store: Store, root: Path) -> None:
         fails(errno.EEXIST, "open", root / str(direct), lambda d=direct: store.writer(root / str(d), direct=False))
 
 
-def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Path) -> None:
+def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     store.create(root / "source", b"x" * page + b"y" * page)
     writer = store.writer(root / "target", direct=False)
@@ -168,7 +169,7 @@ def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Path) -> No
 # --- folders
 
 
-def test_folders_hold_files(store: Store, root: Path) -> None:
+def test_folders_hold_files(store: Store, root: Location) -> None:
     store.make_folder(root / "a" / "b")
     store.make_folder(root / "a" / "b")
     store.create(root / "a" / "file", b"1")
@@ -184,7 +185,7 @@ def test_folders_hold_files(store: Store, root: Path) -> None:
     fails(errno.ENOENT, "mkdir", root / "c" / "d", lambda: store.add_folder(root / "c" / "d"))
 
 
-def test_removing_folders(store: Store, root: Path) -> None:
+def test_removing_folders(store: Store, root: Location) -> None:
     store.make_folder(root / "a" / "b")
     store.create(root / "a" / "file", b"1")
     fails(errno.ENOTEMPTY, "rmdir", root / "a", lambda: store.remove_empty(root / "a"))
@@ -195,7 +196,7 @@ def test_removing_folders(store: Store, root: Path) -> None:
     store.remove_tree(root / "a", tolerant=True)
 
 
-def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Path) -> None:
+def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Location) -> None:
     store.make_folder(root / "a" / "deep")
     store.create(root / "a" / "deep" / "file", b"1")
     before = store.look(root / "a")
@@ -208,7 +209,7 @@ def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Path) -> Non
     assert before.place == after.place
 
 
-def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Store, root: Path) -> None:
+def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Store, root: Location) -> None:
     for name in ("old", "new"):
         store.create(root / name, name.encode())
     store.rename(root / "new", root / "old")
@@ -222,7 +223,7 @@ def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Stor
     assert sorted(store.names(root)) == ["empty", "old"]
 
 
-def test_a_new_name_replaces_nothing(store: Store, root: Path) -> None:
+def test_a_new_name_replaces_nothing(store: Store, root: Location) -> None:
     for name in ("a", "b"):
         store.create(root / name, name.encode())
     fails(errno.EEXIST, "rename", root / "b", lambda: store.rename_new(root / "a", root / "b"))
@@ -234,7 +235,7 @@ def test_a_new_name_replaces_nothing(store: Store, root: Path) -> None:
 # --- locks
 
 
-def test_locks_exclude_and_share(store: Store, root: Path) -> None:
+def test_locks_exclude_and_share(store: Store, root: Location) -> None:
     with store.open_lock(root / "a", create=b"mark") as first, store.open_lock(root / "a") as second:
         assert store.read_all(root / "a") == b"mark"
         assert first.hold(shared=True) is True
@@ -249,7 +250,7 @@ def test_locks_exclude_and_share(store: Store, root: Path) -> None:
             assert third.hold(shared=True) is True
 
 
-def test_a_lock_knows_where_its_file_is(store: Store, root: Path) -> None:
+def test_a_lock_knows_where_its_file_is(store: Store, root: Location) -> None:
     with store.open_lock(root / "a", create=b"") as lock:
         assert lock.is_at(root / "a")
         store.rename(root / "a", root / "b")
@@ -259,7 +260,7 @@ def test_a_lock_knows_where_its_file_is(store: Store, root: Path) -> None:
         assert not lock.is_at(root / "b")
 
 
-def test_a_folder_is_locked(store: Store, root: Path) -> None:
+def test_a_folder_is_locked(store: Store, root: Location) -> None:
     with store.open_lock(root, write=False) as one, store.open_lock(root, write=False) as other:
         assert one.hold() is True
         assert other.hold() is False
@@ -269,38 +270,41 @@ def test_a_folder_is_locked(store: Store, root: Path) -> None:
 
 
 def test_links_are_followed_or_not(tmp_path: Path) -> None:
+    place = Location(tmp_path)
     store = LocalStore("store")
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "loose").symlink_to(tmp_path / "none")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert store.is_link(tmp_path / "link")
-    assert store.is_file(tmp_path / "link")
-    assert not store.is_link(tmp_path / "file")
-    assert store.target(tmp_path / "loose") == str(tmp_path / "none")
-    assert not store.exists(tmp_path / "loose")
-    assert store.exists(tmp_path / "loose", follow=False)
-    assert store.look(tmp_path / "loop") is None
-    assert store.look(tmp_path / "file" / "below") is None
+    assert store.is_link(place / "link")
+    assert store.is_file(place / "link")
+    assert not store.is_link(place / "file")
+    assert store.target(place / "loose") == str(tmp_path / "none")
+    assert not store.exists(place / "loose")
+    assert store.exists(place / "loose", follow=False)
+    assert store.look(place / "loop") is None
+    assert store.look(place / "file" / "below") is None
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    place = Location(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     store = LocalStore("store")
-    entry = store.look(tmp_path / "pipe")
+    entry = store.look(place / "pipe")
     assert entry is not None
     assert entry.kind == "other"
-    for call in (lambda: store.read(tmp_path / "pipe", 0, 1), lambda: store.open_lock(tmp_path / "pipe", write=False)):
+    for call in (lambda: store.read(place / "pipe", 0, 1), lambda: store.open_lock(place / "pipe", write=False)):
         with pytest.raises(StorageError, match="not a regular file"):
             call()
 
 
 def test_a_lock_is_seen_by_other_processes_and_given_up_with_its_process(tmp_path: Path) -> None:
-    store = store_of(tmp_path)
+    place = Location(tmp_path)
+    store = store_of(place)
     script = """
-import pathlib, sys
-from datastates.storage import store_of
-path = pathlib.Path(sys.argv[1])
+import sys
+from datastates.storage import Location, store_of
+path = Location(sys.argv[1])
 print(store_of(path).open_lock(path, create=b"").hold(), flush=True)
 """
 
@@ -310,11 +314,11 @@ print(store_of(path).open_lock(path, create=b"").hold(), flush=True)
         )
         return done.stdout.strip()
 
-    with store.open_lock(tmp_path / "a", create=b"") as lock:
+    with store.open_lock(place / "a", create=b"") as lock:
         assert lock.hold() is True
         assert other() == "False"
     assert other() == "True"
-    with store.open_lock(tmp_path / "a") as lock:
+    with store.open_lock(place / "a") as lock:
         assert lock.hold() is True
 
 
@@ -322,22 +326,23 @@ print(store_of(path).open_lock(path, create=b"").hold(), flush=True)
 
 
 def test_each_system_call_of_the_faulty_store_can_fail(tmp_path: Path) -> None:
+    place = Location(tmp_path)
     store = FaultyStore("place")
     calls: dict[str, Callable[[], object]] = {
-        "place.stat": lambda: store.look(tmp_path),
-        "place.list": lambda: store.names(tmp_path),
-        "place.read": lambda: store.read_all(tmp_path / "a"),
-        "place.read_range": lambda: store.read(tmp_path / "a", 0, 1),
-        "place.open": lambda: store.create(tmp_path / "b", b""),
-        "place.write": lambda: store.create(tmp_path / "c", b"1"),
-        "place.sync": lambda: store.create(tmp_path / "d", b""),
-        "place.mkdir": lambda: store.make_folder(tmp_path / "e"),
-        "place.sync_directory": lambda: store.make_folder(tmp_path / "f"),
-        "place.rename": lambda: store.rename(tmp_path / "a", tmp_path / "g"),
-        "place.remove": lambda: store.remove(tmp_path / "a"),
-        "place.rmdir": lambda: store.remove_empty(tmp_path),
-        "place.lock": lambda: store.open_lock(tmp_path / "h", create=b""),
-        "place.truncate": lambda: store.writer(tmp_path / "i", direct=False).cut(1),
+        "place.stat": lambda: store.look(place),
+        "place.list": lambda: store.names(place),
+        "place.read": lambda: store.read_all(place / "a"),
+        "place.read_range": lambda: store.read(place / "a", 0, 1),
+        "place.open": lambda: store.create(place / "b", b""),
+        "place.write": lambda: store.create(place / "c", b"1"),
+        "place.sync": lambda: store.create(place / "d", b""),
+        "place.mkdir": lambda: store.make_folder(place / "e"),
+        "place.sync_directory": lambda: store.make_folder(place / "f"),
+        "place.rename": lambda: store.rename(place / "a", place / "g"),
+        "place.remove": lambda: store.remove(place / "a"),
+        "place.rmdir": lambda: store.remove_empty(place),
+        "place.lock": lambda: store.open_lock(place / "h", create=b""),
+        "place.truncate": lambda: store.writer(place / "i", direct=False).cut(1),
     }
     (tmp_path / "a").write_bytes(b"1")
     for point, call in calls.items():
@@ -352,9 +357,10 @@ def test_each_system_call_of_the_faulty_store_can_fail(tmp_path: Path) -> None:
 
 
 def test_only_what_is_armed_passes_fault_points(tmp_path: Path) -> None:
-    assert type(store_of(tmp_path)) is LocalStore
+    place = Location(tmp_path)
+    assert type(store_of(place)) is LocalStore
     faults.arm(Fault("store.rename", "fail", errno.EIO))
     try:
-        assert type(store_of(tmp_path)) is FaultyStore
+        assert type(store_of(place)) is FaultyStore
     finally:
         faults.clear()

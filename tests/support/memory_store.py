@@ -6,14 +6,13 @@ import errno
 import itertools
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datastates.errors import StorageError
-from datastates.storage import Entry, Lock, Store, Writer
+from datastates.storage import Entry, Location, Lock, Store, Writer
 
 
-def _error(number: int, operation: str, path: Path) -> StorageError:
+def _error(number: int, operation: str, path: Location) -> StorageError:
     return StorageError(number, operation, str(path))
 
 
@@ -41,20 +40,20 @@ class MemoryStore(Store):
         now = next(self._clock)
         return _Node(now, now, inside={} if folder else None)
 
-    def find(self, path: Path) -> _Node | None:
+    def find(self, path: Location) -> _Node | None:
         node: _Node | None = self._root
-        for part in path.parts[1:]:
+        for part in filter(None, str(path).split("/")):
             node = None if node is None or node.inside is None else node.inside.get(part)
         return node
 
-    def _folder(self, operation: str, path: Path, below: Path | None = None) -> dict[str, _Node]:
+    def _folder(self, operation: str, path: Location, below: Location | None = None) -> dict[str, _Node]:
         """What a folder holds. Errors name ``below``, which is to be in it."""
         node = self.find(path)
         if node is None or node.inside is None:
             raise _error(errno.ENOENT if node is None else errno.ENOTDIR, operation, below or path)
         return node.inside
 
-    def _file(self, operation: str, path: Path) -> _Node:
+    def _file(self, operation: str, path: Location) -> _Node:
         node = self.find(path)
         if node is None:
             raise _error(errno.ENOENT, operation, path)
@@ -62,7 +61,7 @@ class MemoryStore(Store):
             raise _error(0, operation, path)
         return node
 
-    def look(self, path: Path, *, follow: bool = True) -> Entry | None:
+    def look(self, path: Location, *, follow: bool = True) -> Entry | None:
         with self._lock:
             node = self.find(path)
             if node is None:
@@ -70,38 +69,38 @@ class MemoryStore(Store):
             kind = "file" if node.inside is None else "folder"
             return Entry(kind, len(node.data), node.changed, (node.number,), (node.number, node.changed))
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: Location) -> list[str]:
         with self._lock:
             node = self.find(folder)
             return [] if node is None or node.inside is None else list(node.inside)
 
-    def target(self, link: Path) -> str:
+    def target(self, link: Location) -> str:
         raise _error(errno.EINVAL, "readlink", link)
 
-    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
         with self._lock:
             data = bytes(self._file("read", path).data[offset : offset + nbytes])
         if len(data) < nbytes:
             raise _error(0, "read", path)
         return data
 
-    def read_all(self, path: Path, most: int | None = None) -> bytes:
+    def read_all(self, path: Location, most: int | None = None) -> bytes:
         with self._lock:
             data = bytes(self._file("read", path).data)
         if most is not None and len(data) > most:
             raise _error(errno.EFBIG, "read", path)
         return data
 
-    def will_need(self, path: Path, offset: int, nbytes: int) -> None:
+    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
         pass
 
-    def create(self, path: Path, data: bytes) -> None:
+    def create(self, path: Location, data: bytes) -> None:
         with self._lock:
             if path.name in self._folder("open", path.parent, path):
                 raise _error(errno.EEXIST, "open", path)
             self.replace(path, data)
 
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Location, data: bytes) -> None:
         with self._lock:
             inside = self._folder("write", path.parent, path)
             if path.name in inside:
@@ -109,21 +108,21 @@ class MemoryStore(Store):
             inside[path.name] = self._node()
             inside[path.name].data[:] = data
 
-    def touch(self, path: Path) -> None:
+    def touch(self, path: Location) -> None:
         with self._lock:
             self._folder("write", path.parent, path).setdefault(path.name, self._node())
 
-    def writer(self, path: Path, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool) -> Writer:
         self.create(path, b"")
         return _Writer(self._file("open", path))
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path: Location) -> None:
         with self._lock:
             for folder in reversed([path, *path.parents]):
                 if folder.name:
                     self.add_folder(folder, exist_ok=True)
 
-    def add_folder(self, path: Path, *, exist_ok: bool = False) -> None:
+    def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
         with self._lock:
             inside = self._folder("mkdir", path.parent, path)
             if path.name not in inside:
@@ -133,11 +132,11 @@ class MemoryStore(Store):
             elif inside[path.name].inside is None:
                 raise _error(errno.ENOTDIR, "mkdir", path)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path: Location) -> None:
         with self._lock:
             self._folder("sync_directory", path)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Location, target: Location) -> None:
         with self._lock:
             node = self.find(source)
             if node is None:
@@ -153,26 +152,26 @@ class MemoryStore(Store):
             del self._folder("rename", source.parent, source)[source.name]
             inside[target.name] = node
 
-    def rename_new(self, source: Path, target: Path) -> None:
+    def rename_new(self, source: Location, target: Location) -> None:
         with self._lock:
             if self.find(target) is not None:
                 raise _error(errno.EEXIST, "rename", target)
             self.rename(source, target)
 
-    def remove(self, path: Path, *, missing_ok: bool = False, operation: str = "remove") -> None:
+    def remove(self, path: Location, *, missing_ok: bool = False, operation: str = "remove") -> None:
         with self._lock:
             if self.find(path) is None and missing_ok:
                 return
             self._file(operation, path)
             del self._folder(operation, path.parent, path)[path.name]
 
-    def remove_empty(self, folder: Path) -> None:
+    def remove_empty(self, folder: Location) -> None:
         with self._lock:
             if self._folder("rmdir", folder):
                 raise _error(errno.ENOTEMPTY, "rmdir", folder)
             del self._folder("rmdir", folder.parent)[folder.name]
 
-    def remove_tree(self, folder: Path, *, tolerant: bool = False) -> None:
+    def remove_tree(self, folder: Location, *, tolerant: bool = False) -> None:
         with self._lock:
             node = self.find(folder)
             if node is not None and node.inside is not None:
@@ -180,7 +179,7 @@ class MemoryStore(Store):
             elif not tolerant and node is not None:
                 raise _error(errno.ENOTDIR, "remove", folder)
 
-    def open_lock(self, path: Path, *, create: bytes | None = None, write: bool = True) -> Lock:
+    def open_lock(self, path: Location, *, create: bytes | None = None, write: bool = True) -> Lock:
         with self._lock:
             if create is not None and self.find(path) is None:
                 self.replace(path, b"")
@@ -204,7 +203,7 @@ class _Lock(Lock):
             self._node.holders[self] = shared
             return True
 
-    def is_at(self, path: Path) -> bool:
+    def is_at(self, path: Location) -> bool:
         return self._store.find(path) is self._node
 
     def close(self) -> None:
@@ -219,7 +218,7 @@ class _Writer(Writer):
         self._node.data.extend(bytes(max(0, offset - len(self._node.data))))
         self._node.data[offset : offset + len(data)] = bytes(data)
 
-    def share(self, source: Path, offset: int, nbytes: int, at: int) -> bool:
+    def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
         return False
 
     def cut(self, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -234,9 +235,9 @@ def test_a_file_that_is_gone_is_not_made_a_checkpoint(
     results = Written.results
 
     def swept(self: Written, nbytes: int) -> Any:
-        self.path.unlink()
+        os.unlink(self.path)
         if now is not None:
-            self.path.write_bytes(now)
+            Path(self.path).write_bytes(now)
         return results(self, nbytes)
 
     with monkeypatch.context() as patched:

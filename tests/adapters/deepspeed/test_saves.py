@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from datastates import _native
 from datastates._base import faults
-from datastates.commit import manifest
 from datastates.config import IoSettings
 from datastates.errors import CommitError, FormatError, StorageError
 from datastates.executor.make import make_executor
@@ -59,7 +58,7 @@ def give(engine: Engine, write_file: Any) -> Give:
 
     def add(save: Any, final: Path, value: float) -> None:
         final.parent.mkdir(exist_ok=True)
-        pending = manifest.begin(saves.pending_of(final))
+        pending = saves.pending_of(final).begin()
         content = {"a": torch.full((5,), value)}
         save.add(write_file(pending.files[0], content, engine=engine, attempt=save.attempt), pending, final)
 
@@ -144,7 +143,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
 def test_folders_that_cannot_be_listed_hold_no_debris(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = manifest.begin(saves.pending_of(tmp_path / "tag" / "a.pt"))
+    left = saves.pending_of(tmp_path / "tag" / "a.pt").begin()
     left.close()
     listdir = os.listdir
 
@@ -156,7 +155,7 @@ def test_folders_that_cannot_be_listed_hold_no_debris(
     monkeypatch.setattr(os, "listdir", refuse)
     (tmp_path / "lost+found").mkdir()
     saves.sweep(tmp_path)
-    assert not left.directory.exists()
+    assert not os.path.exists(left.directory)
     assert caplog.messages == [f"removing what an interrupted run left: {left.directory}"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from datastates.commit import manifest
+from datastates.commit.pending import Pending
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,11 +34,11 @@ def test_a_checkpoint_under_way_survives_another_runs_first_save(
 
 
 def test_what_a_run_left_is_removed_once_its_lock_is_gone(io: Any, tmp_path: Path) -> None:
-    alive = manifest.begin(manifest.Pending(tmp_path / ".alive.ckpt"))
-    dead = manifest.begin(manifest.Pending(tmp_path / ".dead.ckpt"))
+    alive = Pending(tmp_path / ".alive.ckpt").begin()
+    dead = Pending(tmp_path / ".dead.ckpt").begin()
     dead.file("dead.ckpt").write_bytes(b"half")
     dead.close()
     io.save_checkpoint(STATE, tmp_path / "new.ckpt")
     io.teardown()
     assert {path.name for path in tmp_path.iterdir()} == {alive.directory.name, "new.ckpt"}
-    manifest.abandon(alive)
+    alive.abandon()

@@ -20,7 +20,8 @@ from hold import GATE, held
 
 from datastates import _native
 from datastates.adapters import looks
-from datastates.commit import manifest, retention
+from datastates.commit import retention
+from datastates.commit.pending import LOCK, Pending
 from datastates.errors import SettingsError, StorageError
 from datastates.testing.equality import difference
 
@@ -316,7 +317,7 @@ def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Pa
 
 
 def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
-    alive, dead = (manifest.begin(manifest.Pending(tmp_path / f".checkpoint-{step}")) for step in (77, 78))
+    alive, dead = (Pending(tmp_path / f".checkpoint-{step}").begin() for step in (77, 78))
     dead.close()
     for pending in (alive, dead):  # as between the two renames that replace a checkpoint
         for folder in ("old", "."):
@@ -341,8 +342,8 @@ def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_pat
     assert found == [True]
     names = {"checkpoint-5", "checkpoint-78", alive.directory.name}
     assert {path.name for path in tmp_path.iterdir()} == names
-    assert not (tmp_path / "checkpoint-5" / manifest.LOCK).exists()
-    manifest.abandon(alive)
+    assert not (tmp_path / "checkpoint-5" / LOCK).exists()
+    alive.abandon()
 
 
 def test_a_trainer_is_attached_once(training: ModuleType, tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""How a checkpoint, a folder or a file appears at once: it is written in a hidden directory, and then gets its name.
+
+A snapshot is written into a directory ``NAME.partial-XXXXXXXX``. Readers ignore it, and its writers hold a lock on a
+file in it. The commit writes and syncs ``manifest.json`` there, syncs the directory, renames it to ``NAME``, and syncs
+its parent. A partial directory that nobody holds the lock of is debris.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from datastates.commit import manifest
+from datastates.commit.manifest import Manifest
+from datastates.errors import StorageError
+from datastates.storage import Location, Lock, store_of
+from datastates.storage.location import stem_of_partial
+
+LOCK = ".lock"
+
+
+def partial(target: Location, attempt: str) -> Location:
+    """The partial directory of an attempt to write ``target``."""
+    return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
+
+
+def as_debris(path: Location) -> Location:
+    """A new name beside ``path`` for a directory that is to be deleted: nobody takes it for a checkpoint."""
+    return partial(path, secrets.token_hex(4))
+
+
+class Pending:
+    """A checkpoint, a folder or files that are being written. Used by one thread at a time.
+
+    Making it only says what :meth:`begin` is to make, so it can be abandoned at any time, also after an interrupt.
+
+    Attributes:
+        directory: The partial directory for its files.
+        target: The path that the checkpoint was expected to have when it was begun.
+        attempt: The name of the attempt, as in the partial directory's name.
+        shared: Whether other ranks write into the directory, too.
+        files: The files of this process.
+    """
+
+    def __init__(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> None:
+        """Choose the partial directory, beside ``target``; nothing is made yet.
+
+        ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
+        directory is this process's alone and gets a random name. The lock file holds ``mark``.
+        """
+        self.target = target
+        self.attempt = attempt or secrets.token_hex(4)
+        self.directory = partial(target, self.attempt)
+        self.shared = attempt is not None
+        self.files: list[Location] = []
+        self._mark = mark
+        self._is_ours = True
+        self._lock: Lock | None = None  # shows other processes that the writer lives
+
+    def file(self, name: str) -> Location:
+        """The path for a new file of this process."""
+        self.files.append(self.directory / name)
+        return self.files[-1]
+
+    def begin(self) -> Pending:
+        """Make and lock the directory; returns this.
+
+        Raises:
+            StorageError: The directory could not be made. Abandon this, as after every exception.
+        """
+        root, again = self.target.parent, False
+        store_of(root).make_folder(root)
+        while True:
+            self._make(again=again)
+            again = True
+            try:
+                if self._hold():
+                    return self
+            except StorageError as error:
+                # another process took the directory for debris before it was locked
+                if error.errno != errno.ENOENT or not store_of(root).is_folder(root):
+                    raise
+            time.sleep(0.001)  # until the other process has deleted it
+
+    def _make(self, *, again: bool) -> None:
+        try:
+            store_of(self.directory).add_folder(self.directory, exist_ok=self.shared or again)
+        except StorageError as error:
+            self._is_ours = error.errno != errno.EEXIST
+            raise
+
+    def _hold(self) -> bool:
+        """Lock the directory, which is there; False if it is being deleted."""
+        path = self.directory / LOCK
+        lock = store_of(path).open_lock(path, create=self._mark)
+        if lock.hold(shared=True) is False or not lock.is_at(path):
+            return False
+        self._lock = lock
+        return True
+
+    def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
+        """Make the directory a checkpoint; returns its path. All its other files must be synced.
+
+        ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken
+        that path meanwhile.
+
+        Raises:
+            StorageError: The commit failed; the checkpoint is not committed.
+        """
+        store_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
+        return self.publish(target)
+
+    def publish(self, target: Callable[[], Location]) -> Location:
+        """Give the directory its name; argument, result and errors are those of :meth:`commit`."""
+        store = store_of(self.directory)
+        store.sync_folder(self.directory)
+        made = store.look(self.directory)
+        path = self._take_name(target)
+        try:
+            # not earlier: a partial directory without the lock file counts as abandoned
+            store.remove(path / LOCK, operation="unlock")
+            store.sync_folder(path.parent)
+        except StorageError:
+            with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint, and touch no other one
+                if made is not None and (found := store.look(path)) is not None and found.place == made.place:
+                    store.rename(path, self.directory)
+            raise
+        self.close()
+        return path
+
+    def _take_name(self, target: Callable[[], Location]) -> Location:
+        path = target()
+        while True:
+            try:
+                store_of(path).rename(self.directory, path)
+                return path
+            except StorageError as error:
+                taken, path = path, target()
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or path == taken:
+                    raise
+
+    def abandon(self) -> None:
+        """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
+        store = store_of(self.directory)
+        if not self.shared:
+            if self._is_ours:
+                store.remove_tree(self.directory, tolerant=True)
+            self.close()
+            return
+        for path in self.files:
+            with contextlib.suppress(OSError):
+                store.remove(path)
+        self.close()
+        # other ranks may still be writing, or about to begin: the last one to give up removes the directory
+        with contextlib.suppress(OSError), store.open_lock(self.directory / LOCK) as lock:
+            if lock.hold() is not False and store.names(self.directory) == [LOCK]:
+                store.remove_tree(self.directory, tolerant=True)
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def publish_files(moves: Iterable[tuple[Location, Location]], *, replace: bool) -> None:
+    """Give synced files their names, one after the other, and sync the folders that they are in.
+
+    Args:
+        moves: Where each file is, and the path that it is to have.
+        replace: Whether a file that has such a path gives way. If not, and a file cannot get its name, all of them are
+            where they were.
+
+    Raises:
+        StorageError: A file could not get its name, or the name may not survive a power failure. With EEXIST, something
+            has got the name.
+    """
+    moved: list[tuple[Location, Location]] = []
+    try:
+        for written, final in moves:
+            store = store_of(final)
+            (store.rename if replace else store.rename_new)(written, final)
+            moved.append((written, final))
+        for folder in sorted({final.parent for _, final in moved}):
+            store_of(folder).sync_folder(folder)
+    except BaseException:
+        for written, final in [] if replace else reversed(moved):
+            with contextlib.suppress(OSError):  # a failed export must leave no target
+                store_of(final).rename(final, written)
+        raise
