@@ -66,15 +66,23 @@ class StorageError(DatastatesError, OSError):
         return str(self.strerror)
 
 
-@contextlib.contextmanager
-def storage_errors(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError with operation and path."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(error.errno or 0, operation, str(path)) from error
+class storage_errors:  # named as a statement, as contextlib.suppress is
+    """A block in which an OSError becomes a StorageError with operation and path."""
+
+    __slots__ = ("_operation", "_path")
+
+    def __init__(self, operation: str, path: os.PathLike[str] | str) -> None:
+        """Take what the error is to name."""
+        self._operation = operation
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise the StorageError."""
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise StorageError(error.errno or 0, self._operation, str(self._path)) from error
 
 
 class DeviceError(DatastatesError, RuntimeError):

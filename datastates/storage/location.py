@@ -25,11 +25,11 @@ class Location:
     It makes other locations, and does nothing else. A :class:`~datastates.storage.store.Store` reads and writes there.
     """
 
-    __slots__ = ("_path",)
+    __slots__ = ("_text",)
 
     def __init__(self, text: PathLike) -> None:
-        """Take the path as it is."""
-        self._path = PurePosixPath(text)
+        """Take the path as it is, but for slashes and dots that say nothing."""
+        self._text = str(PurePosixPath(text))
 
     @classmethod
     def of(cls, path: PathLike) -> Location:
@@ -53,68 +53,72 @@ class Location:
 
     def encode(self) -> bytes:
         """The text as bytes, also where the name of a file is no text."""
-        return os.fsencode(self._path)
+        return os.fsencode(self._text)
 
-    def __truediv__(self, name: PathLike) -> Location:
-        """The location of a name below this one."""
-        return Location(self._path / name)
+    def __truediv__(self, name: str) -> Location:
+        """The location of a name below this one. The name may have slashes in it."""
+        if "/" in name or name in ("", ".") or self._text in ("/", "."):
+            return Location(PurePosixPath(self._text, name))
+        made = object.__new__(Location)  # as it is for every file of every checkpoint in a directory
+        made._text = f"{self._text}/{name}"
+        return made
 
     @property
     def name(self) -> str:
-        """The last name of the path."""
-        return self._path.name
+        """The last name of the path; empty for the root of the file system."""
+        return self._text.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
         """The last name without its last ending."""
-        return self._path.stem
+        return PurePosixPath(self._text).stem
 
     @property
     def suffix(self) -> str:
         """The last ending of the last name, with its dot."""
-        return self._path.suffix
+        return PurePosixPath(self._text).suffix
 
     @property
     def parent(self) -> Location:
         """The folder that this is in."""
-        return Location(self._path.parent)
+        return Location(PurePosixPath(self._text).parent)
 
     @property
     def parents(self) -> list[Location]:
         """The folders above this, the deepest first."""
-        return [Location(one) for one in self._path.parents]
+        return [Location(one) for one in PurePosixPath(self._text).parents]
 
     def with_name(self, name: str) -> Location:
         """The location of another name in the same folder."""
-        return Location(self._path.with_name(name))
+        return Location(PurePosixPath(self._text).with_name(name))
 
     def is_relative_to(self, other: PathLike) -> bool:
         """Whether this is another location, or below it."""
-        return self._path.is_relative_to(other)
+        return PurePosixPath(self._text).is_relative_to(other)
 
     def __fspath__(self) -> str:
         """The path, for calls of the system and for the native core."""
-        return str(self._path)
+        return self._text
 
     def __str__(self) -> str:
         """The path, for messages."""
-        return str(self._path)
+        return self._text
 
     def __repr__(self) -> str:
         """The class and the path."""
-        return f"Location({str(self._path)!r})"
+        return f"Location({self._text!r})"
 
     def __eq__(self, other: object) -> bool:
         """Whether two locations have the same path."""
-        return isinstance(other, Location) and self._path == other._path
+        return isinstance(other, Location) and self._text == other._text
 
     def __lt__(self, other: Location) -> bool:
         """Whether this path comes before another, name by name."""
-        return self._path < other._path
+        return self._text.split("/") < other._text.split("/")
 
     def __hash__(self) -> int:
         """Equal for equal locations."""
-        return hash(self._path)
+        return hash(self._text)
 
 
 def is_address(path: PathLike) -> bool:

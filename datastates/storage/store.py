@@ -9,9 +9,8 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from datastates._base.tasks import each
 from datastates.errors import StorageError
@@ -22,8 +21,7 @@ ABSENT = (errno.ENOENT, errno.ESTALE)
 _AT_ONCE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What is at a path.
 
     Attributes:
