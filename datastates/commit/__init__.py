@@ -1,4 +1,4 @@
-"""How containers become a checkpoint, and which is the newest: manifest, catalog, votes, directories."""
+"""Makes one checkpoint of the ranks' containers, and finds the newest: manifest, catalog, votes, directories."""
 
 from datastates.commit.ballot import Ballot, Vote
 from datastates.commit.catalog import Catalog

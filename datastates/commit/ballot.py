@@ -36,17 +36,17 @@ from datastates.storage.location import Location
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vote:
-    """A rank's message once its container is on stable storage, or once it has failed.
+    """One rank's message to the coordinator: its container is on stable storage, or the rank has failed.
 
     Attributes:
         step: The step of the snapshot.
         error: Why the rank has failed; empty if it has not.
-        skipped: Whether the rank took no part because of an earlier failure: see
+        skipped: True if the rank took no part because it had failed at an earlier snapshot: see
             :class:`~datastates.errors.SnapshotSkippedError`.
         file: File name of the container.
         nbytes: Length of the container, in bytes.
         index_crc32: CRC-32 of the container's index.
-        claims: What the container holds; None in a world of one rank.
+        claims: The arrays and objects in the container; None in a world of one rank.
     """
 
     step: int
@@ -104,7 +104,7 @@ class Ballot:
 
     @property
     def mark(self) -> bytes:
-        """The contents of the partial directory's lock file."""
+        """Bytes for the lock file of the partial directory: the opening's mark; empty without an opening."""
         return b"" if self._opening is None else self._opening.mark
 
     def cast(
@@ -207,12 +207,12 @@ class Ballot:
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
-    """The votes, in the order of the ranks."""
+    """Decode the vote of each rank; the dict is in the order of the ranks."""
     return {rank: Vote.decode(vote) for rank, vote in sorted(data.items())}
 
 
 def _declined(votes: dict[int, Vote]) -> bytes:
-    """The answer where ranks took no part, and none has failed; empty if all took part.
+    """The coordinator's answer if some ranks took no part and none failed; empty if all ranks took part.
 
     Raises:
         CommitError: A rank has failed, or the ranks took a snapshot of different steps.
@@ -253,7 +253,7 @@ def _write_catalog(votes: dict[int, Vote], pending: Pending) -> manifest.Catalog
 
 
 def _refuse_conflict(votes: dict[int, Vote], pending: Pending) -> None:
-    """Raise CommitError that names what is held twice or not at all. Slow: opens all containers."""
+    """Raise CommitError that names tensors held twice or not at all. Slow: opens all containers."""
     tables = {rank: open_container(pending.directory / v.file).index.shards for rank, v in votes.items()}
     if (text := describe_conflicts(tables)) is not None:
         raise CommitError(text)

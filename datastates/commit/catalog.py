@@ -1,4 +1,4 @@
-"""The catalog of a checkpoint of several ranks: which ranks hold which stretch of each logical tensor. No I/O.
+"""The catalog of a checkpoint of several ranks tells which ranks hold which stretch of each logical tensor. No I/O.
 
 The catalog is sorted by a hash of the keys, and has a checksum for each block. A restoring rank reads only a few blocks
 for each tensor that it wants, however many ranks wrote the checkpoint. ``docs/format.md`` specifies the format.
@@ -51,7 +51,7 @@ Table = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tables are in the body, from the numbers of ranks, tensors and rows."""
+    """The places of the catalog's tables in its body, computed from the numbers of ranks, tensors and rows."""
 
     ranks: int
     tensors: int
@@ -66,13 +66,13 @@ class _Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the body."""
+        """Length of the catalog's body in bytes."""
         at, count = self.places[_ROW]
         return at + count * _ROW.itemsize
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the body. The last one may be shorter."""
+        """The number of blocks in the catalog's body. The last one may be shorter."""
         return -(-self.nbytes // BLOCK)
 
 
@@ -80,7 +80,7 @@ def encode_catalog(claims: Sequence[Claims], nbytes: U64, index_crc: U32) -> tup
     """Encode the catalog; returns it and the CRC-32 of its head, which holds the checksums of all the rest.
 
     Args:
-        claims: What each rank holds, in the ranks' order. The other arguments have the same order.
+        claims: The claims of each rank, in the ranks' order. The other arguments have the same order.
         nbytes: Length of each rank's container.
         index_crc: CRC-32 of the index of each rank's container.
 
@@ -129,7 +129,7 @@ def _column(claims: Sequence[Claims], name: str, order: I64) -> Table:
 
 
 def _by_key(claims: Sequence[Claims]) -> tuple[I64, U64, I64]:
-    """The order by key, then by rank; the keys in that order; the position where each tensor begins."""
+    """Sort the rows of all claims by key, then by rank: their order, the sorted keys, each tensor's first row."""
     key = np.concatenate([c.key for c in claims])
     order = np.argsort(key, kind="stable")
     key = key[order]
@@ -242,7 +242,7 @@ class Catalog:
         return data
 
     def _table(self, kind: np.dtype[Any], first: int, last: int) -> Table:
-        """The records of a table from ``first`` to before ``last``."""
+        """The records of one of the catalog's tables, from number ``first`` to before ``last``."""
         place, count = self._places[kind]
         if not 0 <= first <= last <= count:
             raise FormatError(f"{self._name}: the catalog names entries {first} to {last} of {count}")
@@ -254,7 +254,7 @@ class Catalog:
         return int(self._table(kind, i, i + 1)[name][0])
 
     def _search(self, kind: np.dtype[Any], name: str, low: int, high: int, wanted: int, around: tuple[int, int]) -> int:
-        """The first record from ``low`` to before ``high`` whose field ``name`` is at least ``wanted``; or ``high``.
+        """The first record from ``low`` on whose field ``name`` is at least ``wanted``; ``high`` if none before it is.
 
         The field ascends, and its values lie in ``around``. The first guesses interpolate, because hashes and the
         bounds of equal parts ascend evenly: that reads fewer blocks than halving does. Later guesses halve.
@@ -274,7 +274,7 @@ class Catalog:
         return low
 
     def _rows(self, tensor: int) -> tuple[int, int]:
-        """The first row of a tensor, and one past its last."""
+        """The number of a tensor's first row, and one past its last."""
         first = self._entry(_TENSOR, "first", tensor)
         is_last = tensor + 1 == self._layout.tensors
         return first, self._layout.rows if is_last else self._entry(_TENSOR, "first", tensor + 1)
@@ -299,7 +299,7 @@ class Catalog:
         return self._entry(_ROW, "rank", first) if last > first else None
 
     def digest(self, tensor: int) -> int | None:
-        """The digest of a tensor, from the contributions of all parts; None if one of these is unknown."""
+        """The digest of a tensor, from the contributions of all its parts; None if a contribution is unknown."""
         known = self._entry(_TENSOR, "digested", tensor)
         return self._entry(_TENSOR, "digest", tensor) if known else None
 

@@ -1,4 +1,7 @@
-"""Claims: columns that say what one rank's container holds of each logical tensor. Ranks vote with them. No I/O."""
+"""Claims: columns that tell which part of each logical tensor one rank's container holds. No I/O.
+
+Each rank sends its claims with its vote; the coordinator builds the catalog from them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Claims:
         key: :func:`key_hash` of each array, then :func:`object_hash` of each object. The other columns have this order.
         form: :func:`form_hash` of each array; 0 for an object.
         begin, end: ``Part.bounds`` of each array; 0 and 1 for an object.
-        digest: What each array's bytes contribute to its logical tensor's digest; 0 for an object.
+        digest: The contribution of each array to its logical tensor's digest; 0 for an object.
         digested: 1 where ``digest`` is known, else 0; 0 for an object.
         cover: The sum of :func:`~datastates.commit.tiling.cover` over all arrays.
     """
@@ -66,7 +69,7 @@ class Claims:
 
 
 def claims_of(table: ShardTable) -> Claims:
-    """The claims of a container's arrays without digests: the part that depends on the structure only."""
+    """The claims of a container's arrays, without digests. They depend on the structure of the state only."""
     rows = list(table.rows(range(len(table))))
     parts = [row.part for row in rows]
     spans = [part.bounds for part in parts]

@@ -1,4 +1,4 @@
-"""Descriptions, for error messages, of why the ranks' parts do not make whole tensors. No I/O."""
+"""Describes, for error messages, why the ranks' parts do not make whole tensors. No I/O."""
 
 from __future__ import annotations
 

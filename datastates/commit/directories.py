@@ -1,4 +1,4 @@
-"""The directories in a directory of checkpoints: their names, and the name for the next one of a step."""
+"""Names of checkpoint directories: lists those in a directory of checkpoints, and names a step's next one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked_step(step: Any) -> int:
 
 
 def target(root: Location, step: int, *, in_flight: bool = True) -> Location:
-    """The path for the next checkpoint of a step. A step saved again gets a new revision: nothing is overwritten.
+    """The path for the next checkpoint of a step below ``root``. A step saved again gets a new revision.
 
     ``in_flight``: count revisions that are still being written, too.
     """
@@ -44,12 +44,12 @@ def step_name(step: int) -> str:
 
 
 def is_root(path: Location) -> bool:
-    """Whether a path is a directory with a committed checkpoint in it."""
+    """Whether a path is a directory of checkpoints: one with a committed checkpoint in it."""
     return any(manifest.look(e) is not None for e in steps(path))
 
 
 def without_manifest(root: Location) -> list[Location]:
-    """Directories, and links to anything, with the name of a checkpoint, but without a manifest."""
+    """Entries of ``root`` with the name of a checkpoint but no manifest: directories, and links to anything."""
     store = store_of(root)
 
     def has_none(entry: Location) -> bool:
@@ -59,20 +59,20 @@ def without_manifest(root: Location) -> list[Location]:
 
 
 def steps(root: Location) -> list[Location]:
-    """The directories with the name of a checkpoint, sorted. A link is one where it leads to a directory."""
+    """The directories in ``root`` with the name of a checkpoint, sorted; also links to directories."""
     store = store_of(root)
     return [e for name in sorted(store.names(root)) if STEP.match(name) and store.is_folder(e := root / name)]
 
 
 def entries(root: Location) -> list[Location]:
-    """The directories that are in a directory itself, sorted; links are none."""
+    """All directories directly in ``root``, sorted by name; no links."""
     store = store_of(root)
     every = ((root / name, store.look(root / name, follow=False)) for name in sorted(store.names(root)))
     return [path for path, found in every if found is not None and found.kind == "folder"]
 
 
 def of_attempt(target: Location, attempt: str) -> Location | None:
-    """The path of an attempt's checkpoint, if it was committed at ``target`` or as a revision of it; else None."""
+    """The path of the checkpoint that an attempt committed at ``target`` or as a revision of it; None without one."""
     for entry in entries(target.parent):
         if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]+", entry.name):
             with contextlib.suppress(CheckpointNotFoundError, FormatError):

@@ -1,4 +1,4 @@
-"""How a snapshot ends: where its container is written, and how it is committed or abandoned."""
+"""Ends of a snapshot: the place of its container file, and the commit or removal of the file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Identity = dict[str, int | str]
 
 
 def identity_alone(attempt: str) -> Identity:
-    """The identity, in its index, of a container file that is in no checkpoint directory of this package."""
+    """The identity to store in the index of a container file that is in no checkpoint directory of this package."""
     return {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt}
 
 
 class Ending(Protocol):
-    """How one snapshot is committed or abandoned. Used by one thread at a time.
+    """Commits or abandons one snapshot. Used by one thread at a time.
 
     Attributes:
         path: The path to write the container to.
@@ -36,16 +36,16 @@ class Ending(Protocol):
     committed: float | None
 
     def open(self) -> None:
-        """Make the place for the container. If it raises, or is interrupted, call :meth:`abandon`."""
+        """Make the folder for the container. If this raises, or is interrupted, call :meth:`abandon`."""
 
     def commit(self, vote: Vote) -> Location:
         """Commit the container once it is on stable storage; returns the path of the result."""
 
     def abandon(self, *, made: bool) -> None:
-        """Remove what was written. ``made``: this snapshot created the container's file. Never raises."""
+        """Remove the files of the snapshot. ``made``: it created the container's file. Never raises."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error to report in the place of one that ended the snapshot."""
+        """The error to report to the user where ``error`` ended the snapshot: its cause if known, else ``error``."""
 
     def decline(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one that it has failed. Never raises."""
@@ -139,7 +139,7 @@ class FileEnding:
                 store_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error itself."""
+        """``error`` itself: no other cause is known for a single file."""
         return error
 
     def decline(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Which run may save in a directory: an opening that has begun to save fences those before it.
+"""Fences: in a directory of checkpoints, a run that has begun to save keeps earlier runs from saving.
 
 A process that was stopped for a while, such as a frozen machine, does not know that its job was restarted meanwhile.
 Files in the folder ``.openings`` tell it:
@@ -49,7 +49,7 @@ def _store(root: Location) -> Store:
 
 
 class _Record(NamedTuple):
-    """One file in the folder."""
+    """One file in the folder ``.openings``: its number, its kind (``opened`` or ``saving``) and its path."""
 
     number: int
     kind: str
@@ -57,7 +57,7 @@ class _Record(NamedTuple):
 
 
 def _records(root: Location) -> list[_Record]:
-    """The files in the folder, the lowest number first."""
+    """The files in the folder ``.openings`` of ``root``, the lowest number first."""
     found = filter(None, map(_RECORD.match, _store(root).names(root / FOLDER)))
     return sorted(_Record(int(m[2]), m[1], root / FOLDER / m[0]) for m in found)
 
@@ -67,7 +67,7 @@ def _newest_saving(root: Location) -> _Record | None:
 
 
 def lock_file(root: Location) -> Location:
-    """The file to lock while a checkpoint gets its number: another one for each opening that has begun to save."""
+    """The path to lock while a checkpoint gets its sequence number: the newest ``saving-N``; without one, ``root``."""
     newest = _newest_saving(root)
     return root if newest is None else newest.path
 
@@ -79,12 +79,12 @@ class Opening:
     """
 
     def __init__(self, root: Location, number: int, owner: str, *, is_only: bool = False) -> None:
-        """Keep what rank 0 found.
+        """Keep the number and the owner that rank 0 determined.
 
         Args:
             root: The directory.
             number: The number of the opening; 0 if it could not be written down.
-            owner: Names the process that opened, which is that of rank 0.
+            owner: Random name of the process that opened the directory: rank 0.
             is_only: Whether this process opened, and no earlier opening has left files.
         """
         self.root = root
@@ -110,7 +110,7 @@ class Opening:
             return cls(root, 0, owner)
 
     def encode(self) -> bytes:
-        """The opening as rank 0 tells it to the others."""
+        """The opening as the bytes that rank 0 sends to the other ranks."""
         return pack([self._number, self._owner, self._is_only])
 
     @classmethod
@@ -125,7 +125,7 @@ class Opening:
         return f"{self._number} {self._owner}\n".encode() if self._number else b""
 
     def begin_to_save(self) -> None:
-        """Fence all openings before this one. Later calls only look whether this one is fenced.
+        """Fence all openings before this one. Later calls only check that this one is not fenced.
 
         Raises:
             FencedError: A newer opening has begun to save.
@@ -157,7 +157,7 @@ class Opening:
             )
 
     def close(self) -> None:
-        """Delete the files of this opening if there are no others, so that a directory that is left holds none.
+        """Delete this opening's files if no other opening has any, so that a finished directory holds none.
 
         Does nothing in a forked child. Never raises.
         """
@@ -192,9 +192,9 @@ class Opening:
             _store(self.root).sync_folder(self.root)
 
     def _is_older(self, partial: Location) -> bool:
-        """Whether an older opening of another process writes into a partial directory.
+        """Whether an older opening, of another process, writes into a partial directory.
 
-        One without a number has yet to be marked, and its process to look whether it is fenced.
+        A partial directory without a number is not marked yet: its process has yet to look whether it is fenced.
         """
         try:
             mark = _store(partial).read_all(partial / LOCK, _MOST)
@@ -207,7 +207,7 @@ class Opening:
 
 
 _openings: weakref.WeakSet[Opening] = weakref.WeakSet()
-"""Those of this process, and of the process that it was forked off."""
+"""The openings of this process, and of the process that it was forked off."""
 
 
 def refuse_in(root: Location) -> None:
@@ -230,7 +230,7 @@ def _identity(owner: str) -> bytes:
 
 
 def _told(path: Location) -> dict[str, object]:
-    """The record in a file of the folder; nothing if it was cut short when its machine went down, or is gone."""
+    """The fields in a file of ``.openings``; empty if the file is gone, or was cut short as its machine went down."""
     with contextlib.suppress(OSError, ValueError):
         told = json.loads(_store(path).read_all(path, _MOST))
         if isinstance(told, dict):
@@ -255,13 +255,13 @@ def _numbered(root: Location, owner: str) -> int:
 
 
 def _make(folder: Location) -> None:
-    """Make the folder, if it is not there."""
+    """Make the folder ``.openings``, if it is not there."""
     _store(folder).add_folder(folder, exist_ok=True)
     _store(folder).sync_folder(folder.parent)
 
 
 def _forget_lower(root: Location) -> None:
-    """Delete the files of lower numbers, which tell nothing any more. The highest of each kind stays."""
+    """Delete files in ``.openings`` that no longer matter. The file with the highest number of each kind stays."""
     for kind in ("opened", "saving"):
         for record in [record for record in _records(root) if record.kind == kind][:-1]:
             _store(root).remove(record.path, missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which checkpoints are damaged, judged by their manifests and the lengths of their files."""
+"""Finds damaged checkpoints by their manifests and the lengths of their files, and names an older whole one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_damage(error: BaseException) -> bool:
 def advice(path: Location, how: str | None) -> Iterator[None]:
     """If the block fails because ``path`` is damaged, name the newest older checkpoint that looks whole in the error.
 
-    ``how`` tells the user how to restore that one; ``{step}`` stands for its step. With None, the error stays as it is.
+    ``how`` tells the user how to restore the older one; ``{step}`` stands for its step. None leaves the error as it is.
     """
     try:
         yield

@@ -88,7 +88,7 @@ class Manifest(_Model):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all containers."""
+        """Length of all containers together, in bytes."""
         return sum(c.nbytes for c in self.containers)
 
 
@@ -98,9 +98,9 @@ def container_name(rank: int) -> str:
 
 
 def has_step(container: Location, rank: int) -> bool:
-    """Whether a container file is of a checkpoint of this package, by its name or by what lies beside it.
+    """Whether a container file belongs to a checkpoint of this package, by its name or by the files beside it.
 
-    Others, such as those in the checkpoints of frameworks, have no step: 0 stands for it in their index.
+    Container files in the checkpoints of frameworks have no step: their index holds 0 for it.
     """
     return container.name == container_name(rank) or store_of(container).exists(container.parent / FILE)
 

@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint: orders what is committed in a directory by its age."""
+"""Finds the newest checkpoint in a directory: orders the committed ones by age."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def candidates(path: Location, step: int | None = None, *, certain: bool = True)
     Args:
         path: A checkpoint, or a directory of them.
         step: The step that is wanted; None for any.
-        certain: Fail where the newest cannot be told, as the manifest of what may be the newest cannot be read.
+        certain: Raise StorageError if the newest is uncertain, because a manifest that may be the newest is unreadable.
 
     Raises:
         CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
@@ -41,7 +41,7 @@ def candidates(path: Location, step: int | None = None, *, certain: bool = True)
 
 @functools.cache  # once in a process
 def _warn_of_links(root: Location) -> None:
-    """Warn of links with the name of a checkpoint that lead to none, as where a storage is not mounted."""
+    """Warn of links named like checkpoints that lead to none, as when a storage is not mounted."""
     for entry in without_manifest(root):
         if (store := store_of(entry)).is_link(entry):
             _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
@@ -59,7 +59,7 @@ def find(path: Location, step: int | None = None) -> Location:
 
 
 def refuse_absence(path: Location, step: int | None) -> NoReturn:
-    """Raise CheckpointNotFoundError for ``path``, or for a step in it. The message says what is there."""
+    """Raise CheckpointNotFoundError for ``path``, or for a step in it. The message names the checkpoints there."""
     if store_of(path).is_file(path):
         raise CheckpointNotFoundError(
             f"{path} is a file, and no checkpoint of another format: give the directory of the checkpoint it belongs to"
@@ -69,7 +69,7 @@ def refuse_absence(path: Location, step: int | None) -> NoReturn:
 
 
 def _what_is_there(path: Location) -> str:
-    """The checkpoints that a directory has instead of the wanted one, to end a message."""
+    """The end of an error message: the checkpoints that a directory has instead of the wanted one."""
     if not store_of(path).exists(path):
         return ", which does not exist"
     if every := list(committed(path)):
@@ -98,7 +98,7 @@ def by_certain_age(root: Location, step: int | None = None) -> dict[int, Locatio
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:
-        StorageError: The manifest of what may be the newest cannot be read.
+        StorageError: A manifest that may be the newest cannot be read.
     """
 
     def choose() -> Location | None:
@@ -119,7 +119,7 @@ def in_order(root: Location, *, certain: bool = False) -> list[tuple[int, Locati
     """Step and path of every committed checkpoint, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
-    manifest cannot be read comes after those whose directories were not changed later than its own. With ``certain``,
+    manifest cannot be read comes after all whose directories were not changed later than its own. With ``certain``,
     one that the storage cannot read raises StorageError instead.
     """
     every = numbered(root, certain=certain)
@@ -135,14 +135,14 @@ def in_order(root: Location, *, certain: bool = False) -> list[tuple[int, Locati
 
 
 class Numbered(NamedTuple):
-    """A committed checkpoint, and what tells its age.
+    """A committed checkpoint, and the numbers that tell its age.
 
     Attributes:
-        sequence: The number in its manifest; 0 if that is of format 1, None if it cannot be read.
+        sequence: The sequence number in its manifest; 0 in a manifest of format 1, None if the manifest is unreadable.
         step: Its step.
-        revision: The number in its directory's name; 0 if there is none.
+        revision: The revision in its directory's name; 0 if there is none.
         path: Its directory.
-        changed: When the directory was changed, in nanoseconds.
+        changed: When the directory was last changed, in nanoseconds.
     """
 
     sequence: int | None

@@ -1,8 +1,8 @@
-"""How a checkpoint, a folder or a file appears at once: it is written in a hidden directory, and then gets its name.
+"""Makes a checkpoint, a folder or a file appear at once: writes it into a partial directory, then renames it.
 
 A snapshot is written into a directory ``NAME.partial-XXXXXXXX``. Readers ignore it, and its writers hold a lock on a
 file in it. The commit writes and syncs ``manifest.json`` there, syncs the directory, renames it to ``NAME``, and syncs
-its parent. A partial directory that nobody holds the lock of is debris.
+its parent. A partial directory whose lock nobody holds is debris.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Pending:
             raise
 
     def _hold(self) -> bool:
-        """Lock the directory, which is there; False if it is being deleted."""
+        """Lock the existing directory; returns False if another process is deleting it."""
         path = self.directory / LOCK
         lock = store_of(path).open_lock(path, create=self._mark)
         if lock.hold(shared=True) is False or not lock.is_at(path):
@@ -114,7 +114,7 @@ class Pending:
         return self.publish(target)
 
     def publish(self, target: Callable[[], Location]) -> Location:
-        """Give the directory its name; argument, result and errors are those of :meth:`commit`."""
+        """Give the directory its name. Argument, result and errors as for :meth:`commit`."""
         store = store_of(self.directory)
         store.sync_folder(self.directory)
         made = store.look(self.directory)
@@ -143,7 +143,7 @@ class Pending:
                     raise
 
     def abandon(self) -> None:
-        """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
+        """Remove the files of a failed snapshot, as far as possible. The next run removes the rest as debris."""
         store = store_of(self.directory)
         if not self.shared:
             if self._is_ours:
@@ -166,11 +166,11 @@ class Pending:
 
 
 def publish_files(moves: Iterable[tuple[Location, Location]], *, replace: bool) -> None:
-    """Give synced files their names, one after the other, and sync the folders that they are in.
+    """Give synced files their final names, one after the other, and sync the folders that they are in.
 
     Args:
-        moves: Where each file is, and the path that it is to have.
-        replace: Whether a file that has such a path gives way. If not, and a file cannot get its name, all of them are
+        moves: For each file, its present path and its final path.
+        replace: Whether to replace a file at a final path. If not, and a file cannot get its name, all of them are
             where they were.
 
     Raises:

@@ -47,7 +47,7 @@ def keep(find: Callable[[], Location | None], reader: contextlib.ExitStack) -> L
 
 @contextlib.contextmanager
 def kept(path: Location, step: int | None = None) -> Iterator[Location]:
-    """``path`` if it is a file, else what :func:`find` returns, kept from deletion as by :func:`reading`."""
+    """Yield ``path`` if it is a file, else the checkpoint that :func:`find` returns, kept from deletion meanwhile."""
     if store_of(path).is_file(path):
         yield path
         return

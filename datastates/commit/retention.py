@@ -1,4 +1,4 @@
-"""The parts of a directory of checkpoints that may be deleted, and their deletion."""
+"""Finds and deletes outdated checkpoints, and the debris of interrupted runs, in a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("datastates")
 
 
 def _newest_first(root: Location) -> list[tuple[int, Location]]:
-    """Step and path of each committed checkpoint that lies in ``root`` itself. What a link leads to is not ours."""
+    """Step and path of each committed checkpoint in ``root`` itself, the newest first. Links are left out."""
     return [(step, path) for step, path in reversed(in_order(root, certain=True)) if not store_of(path).is_link(path)]
 
 
@@ -51,8 +51,8 @@ def outdated(root: Location, keep_last: int | None, keep_every: int | None) -> l
 
     Args:
         root: The directory of checkpoints.
-        keep_last: Number of newest ones to keep; None keeps all.
-        keep_every: Those at multiples of this step are kept, too; None: of no step.
+        keep_last: Number of newest checkpoints to keep; None keeps all.
+        keep_every: Checkpoints at multiples of this step are kept, too; None adds none.
 
     Raises:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
@@ -71,7 +71,7 @@ def outdated(root: Location, keep_last: int | None, keep_every: int | None) -> l
 
 
 def retain(root: Location, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete what :func:`outdated` finds. What cannot be deleted stays, and is logged."""
+    """Delete the checkpoints that :func:`outdated` finds. One that cannot be deleted stays, and is logged."""
     with _warning():
         for path in outdated(root, keep_last, keep_every):
             with _warning():
@@ -96,7 +96,7 @@ def debris(root: Location, targets: re.Pattern[str] = STEP) -> list[Location]:
 
 
 def sweep(root: Location, targets: re.Pattern[str] = STEP) -> None:
-    """Delete what :func:`debris` finds, and log each; raises StorageError, but not for what another user left."""
+    """Delete the debris that :func:`debris` finds, and log each; raises StorageError, except for another user's."""
     for path in debris(root, targets):
         _log.warning("removing what an interrupted run left: %s", path)
         try:
@@ -108,7 +108,7 @@ def sweep(root: Location, targets: re.Pattern[str] = STEP) -> None:
 
 
 def sweep_beside(target: Location) -> None:
-    """Delete what interrupted runs left of writing the path ``target``; as :func:`sweep`."""
+    """Delete the debris of interrupted writes of the path ``target``, as :func:`sweep` does."""
     sweep(target.parent, re.compile(re.escape(stem_of_partial(target.name)) + r"\Z"))
 
 
@@ -180,7 +180,7 @@ def _without_manifest(path: Location) -> Location:
 
 
 def clear(left: Location) -> None:
-    """Delete debris, unless a process holds its lock by now."""
+    """Delete one partial directory, unless a process holds its lock by now."""
     with _unlocked(left) as unlocked:
         if unlocked:
             store_of(left).remove_tree(left)

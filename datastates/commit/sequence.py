@@ -30,7 +30,7 @@ def next_sequence(root: Location) -> int:
 
 @contextlib.contextmanager
 def next_alone(root: Location) -> Iterator[int]:
-    """:func:`next_sequence`, which nobody else gets until the block ends: it is to commit the checkpoint."""
+    """Yield :func:`next_sequence`. Nobody else gets the number until the block, which commits the checkpoint, ends."""
     with _one_at_a_time(root):
         yield next_sequence(root)
 
@@ -71,7 +71,7 @@ class Order:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """As :func:`_one_at_a_time`, but those that commit by this order do not wait for each other."""
+        """As :func:`_one_at_a_time`, but commits through this object do not wait for each other."""
         with self._lock:
             if not self._holders:
                 self._held.enter_context(_one_at_a_time(self._root))
@@ -86,7 +86,7 @@ class Order:
 
     @contextlib.contextmanager
     def sequence(self, number: int, ready: Callable[[], None]) -> Iterator[int]:
-        """The sequence number of the snapshot with this ``number``, from 0. Ask once for each, to commit in the block.
+        """Yield the sequence number of snapshot ``number`` (from 0). Call once for each; commit it within the block.
 
         ``ready`` is called before others are kept waiting.
         """

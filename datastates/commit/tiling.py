@@ -1,4 +1,4 @@
-"""A check that the ranks' parts tile their logical tensors, by a sum that each rank computes alone. No I/O."""
+"""Checks that the ranks' parts tile their logical tensors, by a sum that each rank computes alone. No I/O."""
 
 from __future__ import annotations
 
