@@ -1,1 +1,1 @@
-"""Formats: what a path holds, told by what is in it, as one protocol. One file for each format."""
+"""Checkpoint formats: each is recognised by the contents of a path, and read by one protocol. One file per format."""

@@ -1,4 +1,4 @@
-"""Reads both ends of the archives that lie one after another in a file, with few calls."""
+"""Reads both ends of archives that lie one after another in a file, with few reads. Checkpoints of DCP have such."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WINDOW = 4 << 20
 
 
 def opened_ends(read: Read, places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Read]]:
-    """For each archive, a function that reads from it; both ends of the archive have been read already.
+    """For each archive, yield its place and a function that reads from it; both ends of the archive are in memory.
 
-    ``places``: where each archive begins and its length, ascending. One read covers the end of an archive and the
+    ``places``: offset and length of each archive in bytes, ascending. One read covers the end of an archive and the
     beginning of the next, or many small archives: reading over a gap costs less than another request, and brings the
     gap into the page cache.
     """

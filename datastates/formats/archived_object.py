@@ -1,4 +1,4 @@
-"""An object that ``torch.save`` wrote into a stretch of a file. It is small: it is read at once."""
+"""An object that ``torch.save`` wrote into a stretch of a file, as in DCP. It is small: it is read at once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ArchivedObject:
 
     Attributes:
         path: The file.
-        offset, nbytes: The stretch of it that is the archive.
-        unreadable: Why it cannot be built; None if it can.
+        offset, nbytes: The archive's place in the file, in bytes.
+        unreadable: Why the object cannot be built; None if it can.
     """
 
     def __init__(self, path: Location, offset: int, nbytes: int, unreadable: str | None = None) -> None:
-        """Take the place; nothing is read yet."""
+        """Remember the archive's place; nothing is read yet."""
         self.unreadable = unreadable
         self.path = path
         self.offset = offset
@@ -47,11 +47,11 @@ class ArchivedObject:
         return archive
 
     def entry(self, key: str) -> ObjectEntry:
-        """What a file lists of it."""
+        """The entry that lists this object under ``key`` among the objects of a file."""
         return ObjectEntry(key, 0, self.survey, self, self.offset, self.nbytes)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same bytes, which are read."""
+        """Whether two archives have the same bytes. Reads both."""
         if not isinstance(other, ArchivedObject) or self.nbytes != other.nbytes:
             return False
         one, two = (store_of(each.path).read(each.path, each.offset, each.nbytes) for each in (self, other))
@@ -60,14 +60,14 @@ class ArchivedObject:
     def survey(
         self, resolve: Callable[[StoredArray], object], trust: Trust = "all", *, with_torch: bool = True
     ) -> tuple[Any, bool]:
-        """Read it as :func:`datastates.container.pickle_reader.survey` does."""
+        """Read the object as :func:`datastates.container.pickle_reader.survey` does."""
         if self.unreadable is not None:
             return Unbuilt(), False
         with naming(str(self.path)):
             return pickle_reader.survey(self._archive.read(PICKLE), resolve, trust=trust, with_torch=with_torch)
 
     def load(self, trust: Trust, into: Into) -> Any:
-        """Build it, with its arrays, which are verified.
+        """Build the object with its arrays, and verify them.
 
         Raises:
             TrustError: It needs a class that is not trusted.
@@ -89,10 +89,10 @@ class ArchivedObject:
             return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)
 
     def check(self) -> None:
-        """Raise FormatError where it is no archive with a pickle, or where the pickle is damaged."""
+        """Raise FormatError if the stretch is no archive with a pickle, or the pickle is damaged."""
         pickle_reader.survey(self._archive.read(PICKLE), lambda stored: stored, trust="all", with_torch=False)
 
     def verify(self) -> None:
-        """Read all of its records; raises FormatError where one does not match its checksum."""
+        """Read all records of the archive; raises FormatError if one does not match its checksum."""
         for name in self._archive.nbytes:
             self._archive.read(name)

@@ -1,4 +1,4 @@
-"""The archives that ``torch.save`` writes: which record lies where. Every number is checked.
+"""Finds the records in the ZIP archives that ``torch.save`` writes. Every number is checked.
 
 An archive is a file, or a stretch of a file that holds one tensor; then this is the counterpart of
 :mod:`datastates.container.nested_archives`. The checksum of a record is taken from the central directory.
@@ -32,9 +32,9 @@ _ENCRYPTED = 0x0001
 _SMALL = 1 << 16
 """Largest directory or pickle in bytes of an archive of one tensor: they have a few hundred."""
 PICKLE = b"data.pkl"
-"""The record that holds the structure."""
+"""The record with the pickle, which holds everything but the tensors' elements."""
 DATA = b"data/"
-"""What begins the name of a record that holds a storage."""
+"""Prefix of the names of records that hold storages."""
 
 Read = Callable[[int, int], bytes]
 """Reads ``length`` bytes at ``offset`` of an archive, given (offset, length); the archive must reach that far."""
@@ -86,7 +86,7 @@ class Archive:
         return self._entries[name].crc if self._checked else None
 
     def offset(self, name: bytes) -> int:
-        """Where the data of a record begins; raises FormatError if the headers around it tell something else."""
+        """Offset in bytes of a record's data; raises FormatError if the headers around the data contradict it."""
         return _data(self._read, self._entries[name], self._end)
 
     def read(self, name: bytes) -> bytes:
@@ -124,7 +124,7 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
 
 
 def check_place(array: StoredArray, nbytes: int | None) -> None:
-    """Raise FormatError if an array does not lie within its storage, of so many bytes; None: it is not there."""
+    """Raise FormatError if an array does not lie within its storage of ``nbytes``, or that is None: it is missing."""
     if nbytes is None:
         raise FormatError(f"storage {array.record!r} is missing")
     if array.elements * dtypes.BY_NAME[array.dtype].itemsize > nbytes:
@@ -143,13 +143,13 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
 
 
 def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> Archive | None:
-    """Read the directory of an archive; None if it is none of torch's: without an end, compressed or encrypted.
+    """Read the directory of an archive; None if torch did not write it: it has no end, is compressed or encrypted.
 
     Args:
         read: Reads from the archive.
         nbytes: The length of the archive.
         largest: Longest directory in bytes; None is returned for an archive with a longer one.
-        comment: Length of its comment in bytes: the footer, in a container of this package.
+        comment: Length of the archive's comment in bytes. A container of this package has its footer there.
 
     Raises:
         FormatError: The directory contradicts itself.
@@ -194,7 +194,7 @@ def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> 
 
 
 def _data(read: Read, entry: _Entry, end: int) -> int:
-    """Where the data of a record begins. ``end``: where the last record ends.
+    """Offset in bytes of a record's data. ``end``: the offset where the last record ends.
 
     The headers around the data must agree with the directory: a read of a part of the data has no checksum that would
     reveal a wrong place.

@@ -1,4 +1,4 @@
-"""A folder of weights, with files of ``torch.save`` beside them: an optimizer's state, say."""
+"""A checkpoint folder of weights, with files of ``torch.save`` beside them, such as an optimizer's state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from datastates.storage.location import Location
 
 
 class Composite(Foreign):
-    """Weights under their own names, and the tensors of each other file under the file's stem."""
+    """A checkpoint of weights under their own names, and the tensors of each other file under the file's stem."""
 
     def __init__(
         self, format: str, path: Location, weights: Foreign, others: Mapping[str, TorchFile], step: int | None = None
     ) -> None:
-        """Take what was opened.
+        """Join the opened files.
 
         Args:
             format: The name of the format.
             path: The folder.
             weights: The weights.
-            others: The other files, by the key that all of their keys begin with.
-            step: The step that it was saved at; None if it does not say.
+            others: The other files, by the key that all keys of the file begin with.
+            step: The step of the checkpoint; None if no file tells it.
 
         Raises:
             FormatError: A tensor of the weights has the key of another one.
@@ -43,6 +43,6 @@ class Composite(Foreign):
         return found | {k: file.load(executor, trust=trust, into=into) for k, file in self._others.items()}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """As the weights and the other files are verified."""
+        """Verify the weights as :meth:`Foreign.verify` does, then all records of the other files."""
         yield from self._weights.verify(progress)
         yield from Foreign(self.format, self.path, [*self._others.values()]).verify(progress)

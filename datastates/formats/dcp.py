@@ -30,12 +30,12 @@ NAME = "a checkpoint of torch.distributed.checkpoint"
 
 
 def recognises(path: Location) -> bool:
-    """Whether a folder has metadata."""
+    """Whether a folder has the file ``.metadata`` of DCP."""
     return store_of(path).is_folder(path) and store_of(path).is_file(path / dcp_metadata.FILE)
 
 
 def open(path: Location) -> DcpCheckpoint:
-    """Open a folder.
+    """Open a checkpoint folder of DCP.
 
     Raises:
         FormatError: A file is damaged or cannot be read without running code; the message names the file.
@@ -45,7 +45,7 @@ def open(path: Location) -> DcpCheckpoint:
 
 
 class DcpCheckpoint(Foreign):
-    """An opened folder. Its keys are the fully qualified names of DCP."""
+    """An opened checkpoint of DCP. Its keys are DCP's fully qualified names."""
 
     files: Sequence[DcpFile]
 
@@ -70,7 +70,7 @@ class DcpCheckpoint(Foreign):
         return found | {key: blob.load(trust, into) for key, blob in blobs}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """As of other formats, and compare each object with its checksum."""
+        """Verify the tensors as :meth:`Foreign.verify` does, and compare each object with its checksum."""
         yield from super().verify(progress)
         for file in self.files:
             for key, blob in file.blobs.items():
@@ -82,7 +82,7 @@ class DcpCheckpoint(Foreign):
 
 
 class DcpFile(ForeignFile):
-    """An opened file of a checkpoint.
+    """One opened file of a checkpoint of DCP.
 
     Attributes:
         blobs: Its objects, by key.
@@ -117,7 +117,7 @@ class DcpFile(ForeignFile):
 
 
 def _object(path: Location, chunk: Chunk) -> ArchivedObject:
-    """What is no plain tensor."""
+    """Make an object of a stored item that is no plain tensor, with the reason if it cannot be built."""
     why = None
     if chunk.transformed:
         why = "it is stored through an extension, which only torch reads"
@@ -127,7 +127,7 @@ def _object(path: Location, chunk: Chunk) -> ArchivedObject:
 
 
 def _found(path: Location, chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard] | None:
-    """The place of a part's bytes, and its description; None if it is no plain tensor, but another object."""
+    """The record and the description of a stored part of a tensor; None if the stored item is no plain tensor."""
     found = None if chunk.transformed else find_tensor(read, chunk.nbytes)
     if found is None:
         if not chunk.transformed:

@@ -1,4 +1,4 @@
-"""``.metadata`` of torch.distributed.checkpoint: which tensor has which parts, and where each lies.
+"""Reads ``.metadata`` of torch.distributed.checkpoint: the parts of each tensor, and the place of each part.
 
 It is a pickle of torch's dataclasses. Classes of this module stand for them, so no code of it runs, and torch is not
 needed.
@@ -17,7 +17,7 @@ from datastates.storage.location import Location
 
 FILE = ".metadata"
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-"""Element types of tensors that are objects here: their bytes are not all that they are."""
+"""Element types of quantized tensors. They are read as objects: their bytes do not hold scale and zero point."""
 _TYPES = {*dtypes.TORCH, *_QUANTIZED}
 
 
@@ -26,13 +26,13 @@ class Chunk:
     """A stored part of a tensor, or an object.
 
     Attributes:
-        key: Its fully qualified name.
+        key: The fully qualified name of the tensor or object.
         file: The name of its file.
-        offset, nbytes: Its place there.
+        offset, nbytes: Its place in the file, in bytes.
         dtype: The element type; None for an object, or a tensor of quantized elements.
         of: The shape of the tensor.
-        begin, shape: Where in the tensor the part begins, and its shape.
-        transformed: Whether the bytes are not those of ``torch.save``, but compressed, say.
+        begin, shape: The first index of the part in the tensor, and the part's shape.
+        transformed: True if an extension changed the bytes that ``torch.save`` wrote, such as by compression.
     """
 
     key: str
@@ -65,7 +65,7 @@ def read_chunks(folder: Location) -> list[Chunk]:
 
 
 class _Fields:
-    """Stands for an object of a dataclass: has the attributes that the pickle gives."""
+    """Stands for an object of a dataclass of torch: has the attributes that the pickle gives."""
 
     def __init__(self, *arguments: Any) -> None:
         del arguments
@@ -127,7 +127,7 @@ class _Size:
 
 
 class _Ignored:
-    """Something whose value does not matter."""
+    """Stands for an object whose value does not matter."""
 
     def __new__(cls, *arguments: Any) -> None:  # type: ignore[misc]
         del arguments
@@ -190,7 +190,7 @@ def _chunks(metadata: Any) -> list[Chunk]:
 
 
 def _boxes(tensor: _Tensor) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a tensor's parts, by where they begin."""
+    """The shape of each part of a tensor, by the first index of the part."""
     chunks = tensor.get("chunks", list)
     if not all(isinstance(chunk, _Chunk) for chunk in chunks):
         raise FormatError("its metadata has parts that are none")

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed with ZeRO: the parameters in fp32, put together from the flat partitions of all ranks.
+"""Reads checkpoints of DeepSpeed with ZeRO: puts parameters in fp32 together from the ranks' flat partitions.
 
 The keys are the names of the module's parameters and buffers, as ``zero_to_fp32`` of DeepSpeed gives them.
 """
@@ -34,12 +34,12 @@ Place = tuple[TorchFile, StoredArray, Shard]
 
 
 def recognises(path: Location) -> bool:
-    """Whether a folder has the optimizer's file of rank 0, or names a folder of that kind as its latest."""
+    """Whether a folder has the optimizer's file of rank 0, or its file ``latest`` names a folder that has one."""
     return store_of(path).is_folder(path) and _folder(path) is not None
 
 
 def open(path: Location) -> Foreign:
-    """Open the folder of a tag, or the one that ``latest`` names.
+    """Open the folder of a tag, or the folder that the file ``latest`` names.
 
     Raises:
         FormatError: A file is damaged, or the checkpoint is of a kind that only DeepSpeed puts together; the message
@@ -57,7 +57,7 @@ def open(path: Location) -> Foreign:
 
 
 def _folder(path: Location) -> Location | None:
-    """The folder of a tag; None if there is none."""
+    """``path`` if it is the folder of a tag, else the folder that its file ``latest`` names; None without one."""
     if any(match[1] == "0" for match in map(_OPTIMIZER.match, _names(path)) if match):
         return path
     if not (store := store_of(path)).is_file(path / _LATEST):
@@ -113,12 +113,12 @@ def _open(folder: Location) -> Foreign:
 
 
 def model_file(stage: int, rank: int) -> str:
-    """The name of the file with a rank's module; with ZeRO-1 and ZeRO-2, one file for all ranks."""
+    """Name of the file with a rank's module. With ZeRO-1 and ZeRO-2, one file serves all ranks."""
     return f"{f'zero_pp_rank_{rank}_mp_rank_00' if stage == 3 else 'mp_rank_00'}_model_states.pt"
 
 
 def _number(stage: Any) -> int:
-    """The stage of ZeRO, which may be a member of an enumeration of DeepSpeed's."""
+    """The stage of ZeRO as an int; ``stage`` may be a member of an enumeration of DeepSpeed's."""
     return int(stage.arguments[0] if isinstance(stage, Unbuilt) else stage)
 
 
@@ -142,7 +142,7 @@ def _parameters(stage: int, groups: Sequence[Shapes], optimizers: Sequence[Torch
 
 
 def _flats(stage: int, file: TorchFile) -> list[StoredArray]:
-    """The flat arrays of a rank, which are checked to be contiguous."""
+    """The flat arrays of parameters in the optimizer file of a rank, checked to be contiguous."""
     name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     found = list(file.value["optimizer_state_dict"][name])
     for one in found:
@@ -156,7 +156,7 @@ def _check_flat(file: TorchFile, array: Any) -> None:
 
 
 def _cut(file: TorchFile, flats: Sequence[StoredArray], slices: Sequence[Slice], begin: int = 0) -> Iterator[Place]:
-    """The parts of slices that some flat arrays hold, which lie end to end from element ``begin`` on."""
+    """The parts of parameters in flat arrays, which lie end to end in the partition from element ``begin`` on."""
     for flat in flats:
         for piece in slices:
             at = piece.at - begin
@@ -170,7 +170,7 @@ def _cut(file: TorchFile, flats: Sequence[StoredArray], slices: Sequence[Slice],
 
 
 def _frozen(stage: int, models: Sequence[TorchFile]) -> Iterator[Place]:
-    """The parameters that are not trained, of which ZeRO-3 has a part in the file of each rank."""
+    """The parts of parameters that are not trained: ZeRO-3 stores a part of each in the file of each rank."""
     shapes: Shapes = models[0].value.get("frozen_param_shapes") or {}
     for rank, file in enumerate(models if shapes else []):
         for name, shape in shapes.items():
@@ -184,7 +184,7 @@ def _frozen(stage: int, models: Sequence[TorchFile]) -> Iterator[Place]:
 
 
 def _shared(names: Mapping[str, str], places: Sequence[Place]) -> Iterator[Place]:
-    """The parameters that are others under further names."""
+    """The parameters that share the memory of another one, under their further names."""
     for name, other in names.items():
         for file, array, shard in places:
             if shard.key == other:
@@ -192,7 +192,7 @@ def _shared(names: Mapping[str, str], places: Sequence[Place]) -> Iterator[Place
 
 
 def _of_module(stage: int, file: TorchFile, known: Collection[str]) -> Iterator[Place]:
-    """The buffers, and with ZeRO-1 and ZeRO-2 the parameters that are not trained: the module has them as they are."""
+    """The tensors that the module's file holds whole: buffers, with ZeRO-1 and ZeRO-2 also parameters not trained."""
     buffers = set(file.value["buffer_names"])
     for name, array in file.value["module"].items():
         if name not in known and (stage < 3 or name in buffers) and isinstance(array, StoredArray):
@@ -200,6 +200,6 @@ def _of_module(stage: int, file: TorchFile, known: Collection[str]) -> Iterator[
 
 
 def _file(file: TorchFile, places: Sequence[Place]) -> ForeignFile:
-    """A file with the parts of parameters that lie in it."""
+    """Make a checkpoint file of an opened file, with the parts of parameters in it."""
     parts = [(file.number(array), shard) for other, array, shard in places if other is file]
     return ForeignFile(file.path, file.nbytes, file.records, parts)

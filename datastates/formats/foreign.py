@@ -1,4 +1,4 @@
-"""A checkpoint of another format: the logical tensors of some files, read and verified alike in all formats."""
+"""A checkpoint of another format: the logical tensors of its files. All other formats are read and verified here."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Foreign:
     """A checkpoint of another format, opened: its tensors, and their files.
 
     Attributes:
-        format: What it is.
+        format: The name of its format.
         path: Its path.
         files: Its files.
-        step: The step that it was saved at; None if it does not say.
+        step: The step of the checkpoint; None if it does not tell.
         lost: Empty: all files are opened at once.
         is_listed: True, for the same reason.
     """
@@ -51,7 +51,7 @@ class Foreign:
 
     @property
     def tensors(self) -> Foreign:
-        """Itself: it has no other tensors than those of its files."""
+        """The checkpoint itself, as the protocol of logical tensors."""
         return self
 
     # --- its tensors
@@ -74,7 +74,7 @@ class Foreign:
         return next((row for _, row in self._parts([full])[full]), None)
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, list[tuple[ForeignFile, Row]]]]:
-        """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
+        """For each full key, any row of its tensor, and all rows with elements of the tensor, each row with its file.
 
         Raises:
             KeyError: There is no tensor with one of the keys.
@@ -119,7 +119,7 @@ class Foreign:
         return found
 
     def digest(self, full: str) -> int | None:
-        """What all parts of a tensor contribute to its digest; None if a part has no checksum to tell."""
+        """The digest of a tensor, from the contributions of all its parts; None if a part has no checksum."""
         return contributed([row for _, row in self._parts([full])[full]])
 
     def objects(self) -> dict[str, ObjectEntry]:
@@ -151,12 +151,12 @@ class Foreign:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the records."""
+        """Length of all records together, in bytes."""
         return sum(record.nbytes for file in self.files for record in file.records)
 
     @property
     def proof(self) -> str:
-        """What the checksums prove, if the format has any."""
+        """The end of a sentence for the user: what a verification without findings has proven."""
         known = [record.crc is not None for file in self.files for record in file.records if record.nbytes]
         if not any(known):
             return "headers and lengths are as they must be; there are no checksums of the data"
@@ -165,7 +165,7 @@ class Foreign:
         return f"{sum(known)} of {len(known)} records have a checksum and match it"
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """Read every record, and compare those that have a checksum with it. Opening it has checked the headers."""
+        """Read every record, and compare it with its checksum if it has one. Opening has checked the headers."""
         for file in self.files:
             for number, record in enumerate(file.records):
                 crc = crc_of_record(file, number, progress)
@@ -174,7 +174,7 @@ class Foreign:
 
 
 def refuse_repeated(path: Location, files: Sequence[ForeignFile], known: Collection[str] = ()) -> None:
-    """Raise FormatError if a key is in several files of whole tensors, or among those that are known already."""
+    """Raise FormatError if a key is in several files of whole tensors, or among the ``known`` keys."""
     places: dict[str, Location] = dict.fromkeys(known, path)
     for file in files:
         for key in file.shards.keys:

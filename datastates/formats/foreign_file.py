@@ -39,10 +39,10 @@ def tensor(
     Args:
         key: Its full key.
         dtype: Its element type.
-        shape: Its shape, or that of the part.
+        shape: The shape of the tensor, or of the part.
         stride: Elements to step along each dimension; None for row-major order.
-        of: The shape of the logical tensor; None if it is all of it.
-        begin: Where in the logical tensor the part begins; None for the whole, or for a flat range.
+        of: The shape of the logical tensor; None if the tensor is whole.
+        begin: First index of the part in the logical tensor; None for the whole tensor or a flat range.
         flat: First and one past the last element of a flat range.
         at: Bytes from the beginning of the record to the first element.
     """
@@ -71,7 +71,7 @@ class ForeignFile(RecordFile):
 
     Attributes:
         shards: The tensors.
-        objects: What it holds beside them.
+        objects: Its objects that are no tensors.
     """
 
     checked = False
@@ -91,7 +91,7 @@ class ForeignFile(RecordFile):
             nbytes: Its length.
             records: Its records, in any order.
             tensors: Each tensor, as :func:`tensor` describes it, with the number of its record.
-            objects: What it holds beside tensors.
+            objects: Its objects that are no tensors.
 
         Raises:
             FormatError: Records overlap or reach beyond the file, or a tensor is impossible or not within its record;
@@ -133,7 +133,7 @@ class ForeignFile(RecordFile):
 
 
 def _check(path: Location, record: Record, shard: Shard) -> None:
-    """Check what the columns of a table cannot hold, and that the tensor lies within its record."""
+    """Raise FormatError if numbers do not fit a table's columns, or the tensor does not lie within its record."""
     assert shard.dtype is not None
     numbers = (*shard.shape, *shard.stride, *shard.global_shape, *(shard.offset or ()), *(shard.flat or ()))
     sizes = len(shard.shape) <= MAX_NDIM and len(shard.global_shape) <= MAX_NDIM
@@ -145,7 +145,7 @@ def _check(path: Location, record: Record, shard: Shard) -> None:
 
 
 def _digested(table: ShardTable, records: Sequence[Record]) -> ShardTable:
-    """The table with the digests of those tensors that are a whole record with a checksum."""
+    """The table, with the digest of each tensor that fills a whole record with a checksum."""
     crcs = [record.crc for record in records]
     nbytes = np.array([record.nbytes for record in records], np.uint64)
     zeros = np.zeros(len(records), np.int64)

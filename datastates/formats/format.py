@@ -1,4 +1,4 @@
-"""The protocol of a format: :class:`Format` recognises and opens what :class:`Opened` then describes."""
+"""The protocol of a checkpoint format: :class:`Format` recognises and opens a path as an :class:`Opened`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from datastates.storage.location import Location
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint.
+    """One fault of a checkpoint, found by a verification.
 
     Attributes:
         path: The file.
-        key: The tensor or object, or the part of the file, that is wrong.
-        what: What is wrong with it.
+        key: The full key of the wrong tensor or object, or the name of the wrong part of the file.
+        what: The fault, as the end of a sentence.
     """
 
     path: Location
@@ -33,7 +33,7 @@ class Opened(Protocol):
 
     @property
     def format(self) -> str:
-        """What it is: the name of its format."""
+        """The name of its format, with its article."""
 
     @property
     def tensors(self) -> Tensors:
@@ -41,7 +41,7 @@ class Opened(Protocol):
 
     @property
     def files(self) -> Sequence[TensorFile]:
-        """All files that tensors lie in.
+        """All files of the checkpoint that hold tensors.
 
         Raises:
             FormatError: A file is damaged.
@@ -54,13 +54,13 @@ class Opened(Protocol):
 
     @property
     def proof(self) -> str:
-        """What :meth:`verify` has proven when it finds nothing, as the end of a sentence."""
+        """The end of a sentence for the user: what :meth:`verify` has proven when it finds no fault."""
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read all of it into new memory, and verify what has checksums.
+        """Read the whole checkpoint into new memory, and verify all data that has checksums.
 
         Args:
-            executor: Makes an executor for reading so many bytes.
+            executor: Makes an executor that reads so many bytes.
             trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
             into: Whose arrays to read into.
 
@@ -69,7 +69,7 @@ class Opened(Protocol):
         """
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """Read all of it, and compare it with its checksums and lengths.
+        """Read the whole checkpoint, and compare it with its checksums and lengths.
 
         ``progress`` is called with the number of bytes after each read.
         """
@@ -80,17 +80,17 @@ class Format(Protocol):
 
     @property
     def NAME(self) -> str:
-        """What a checkpoint of the format is, with its article."""
+        """The name of a checkpoint of this format, with its article."""
 
     def recognises(self, path: Location) -> bool:
-        """Whether a file or folder is of the format, judged by what it holds. Reads little of it.
+        """Whether a file or folder is of the format, judged by its contents. Reads little of it.
 
         Raises:
             StorageError: It cannot be read.
         """
 
     def open(self, path: Location) -> Opened:
-        """Open what was recognised. Reads no tensor.
+        """Open a path that :meth:`recognises` accepted. Reads no tensor.
 
         Raises:
             FormatError: It is damaged; the message names the file.

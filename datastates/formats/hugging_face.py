@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's tools: the files of a model's weights, and perhaps an index of them."""
+"""Reads folders of Hugging Face's tools: one file of a model's weights, or several files and their index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datastates.storage.location import Location
 
 NAME = "a folder of Hugging Face weights"
 _FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of the weights in one file; with several files there is an index with that name and more."""
+"""Names of files with all weights. The name of an index of several files begins with one of these."""
 _INDEX = ".index.json"
 _MOST_INDEX = 256 << 20
 """Longest index in bytes that is read: one of a million tensors has a hundred megabytes."""
@@ -29,7 +29,7 @@ def recognises(path: Location) -> bool:
 
 
 def open(path: Location) -> Foreign:
-    """Open a folder.
+    """Open a folder of weights.
 
     Raises:
         FormatError: A file is damaged, or two files have one tensor; the message names the file.
@@ -53,15 +53,15 @@ def open(path: Location) -> Foreign:
 
 
 class Indexed(Foreign):
-    """Weights in several files, with an index."""
+    """The weights of a model in several files, with an index."""
 
     def __init__(self, format: str, path: Location, files: Sequence[ForeignFile], lacking: Sequence[Problem]) -> None:
-        """Take the opened files, and what the index names that they lack: the rest is read nevertheless."""
+        """Take the opened files, and a problem for each tensor that only the index names: the rest is readable."""
         super().__init__(format, path, files)
         self._lacking = lacking
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """As of other formats, and name what the files lack."""
+        """Verify as :meth:`Foreign.verify` does, and name the tensors that the files lack."""
         yield from super().verify(progress)
         yield from self._lacking
 
@@ -71,7 +71,7 @@ def _open_file(path: Location) -> ForeignFile:
 
 
 def _found(path: Location) -> Location | None:
-    """The index, or the only file of the weights. Several files without an index are several checkpoints."""
+    """Path of the index, or of the only file of weights; else None. Files without an index are several checkpoints."""
     store = store_of(path)
     for known in (one for file in _FILES for one in (file + _INDEX, file)):
         if store.is_file(path / known):
@@ -83,7 +83,7 @@ def _found(path: Location) -> Location | None:
 
 
 def _read_index(path: Location) -> dict[str, str]:
-    """The file of each tensor."""
+    """Read an index: the file name of each tensor, by key."""
     weights = read_field(path, "weight_map", "index of weights", most=_MOST_INDEX)
     names = weights.values() if isinstance(weights, dict) else ()
     if not names or not all(isinstance(name, str) and Location(name).name == name for name in names):

@@ -11,13 +11,13 @@ from datastates.storage.location import Location
 
 
 def read_field(path: Location, field: str, what: str, *, most: int) -> Any:
-    """The value of a field of the outermost object.
+    """The value of a field of the outermost object in a JSON file.
 
     Args:
         path: The file.
         field: The name of the field.
-        what: What the file should be, for messages.
-        most: Longest file in bytes that is read.
+        what: The name of this kind of file, for messages.
+        most: Longest file in bytes that is accepted.
 
     Raises:
         FormatError: The file is longer, is no JSON, or has no such field; the message names it.

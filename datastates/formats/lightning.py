@@ -1,4 +1,4 @@
-"""A checkpoint of Lightning: a file of ``torch.save`` that says so."""
+"""Reads a checkpoint of Lightning: a file of ``torch.save`` with Lightning's version among its keys."""
 
 from __future__ import annotations
 

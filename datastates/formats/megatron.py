@@ -23,7 +23,7 @@ def recognises(path: Location) -> bool:
 
 
 def open(path: Location) -> Composite:
-    """Open a folder; its keys are the names of DCP, and those of ``common.pt`` begin with ``common``.
+    """Open a folder. Its keys are the names of DCP; the keys of ``common.pt`` begin with ``common``.
 
     Raises:
         FormatError: A file is damaged, or the tensors are in another backend's format; the message names the file.

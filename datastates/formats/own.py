@@ -23,17 +23,17 @@ from datastates.storage.location import Location
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
-"""Bytes at each end of a file that tell a container."""
+"""Bytes at the beginning and at the end of a file that are read to recognise a container."""
 
 
 def has_ending(path: Location) -> bool:
-    """Whether a file ends as a container does, perhaps a damaged one; raises StorageError."""
+    """Whether a file ends like a container, even a damaged one; raises StorageError."""
     tail = min(nbytes := store_of(path).length(path), _TAIL)
     return archive.is_ending(store_of(path).read(path, nbytes - tail, tail))
 
 
 def has_beginning(path: Location) -> bool:
-    """Whether a file begins as a container with records does, even if it was cut short; raises StorageError."""
+    """Whether a file begins like a container with records, even if it was cut short; raises StorageError."""
     return archive.is_beginning(store_of(path).head(path, _HEAD))
 
 
@@ -41,7 +41,7 @@ class OwnCheckpoint:
     """A checkpoint of this package, opened.
 
     Attributes:
-        format: What it is.
+        format: The name of its format.
         tensors: Its logical tensors.
     """
 
@@ -73,17 +73,17 @@ class OwnCheckpoint:
 
     @property
     def proof(self) -> str:
-        """Every byte has a checksum, or follows from others."""
+        """The end of a sentence for the user: every byte has a checksum, or follows from other bytes."""
         return "every byte is as written"
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read all of it, as :func:`datastates.reading.whole_checkpoint.load` does."""
+        """Read the whole checkpoint as :func:`datastates.reading.whole_checkpoint.load` does."""
         return whole_checkpoint.load(self._path, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with what the rest of the checkpoint implies.
 
-        A file that cannot be read, or is not the one that the manifest names, keeps no other from being compared.
+        All other files are compared even if one cannot be read, or is not the file that the manifest names.
         """
         if self._manifest is None:
             yield from verify_container(self.files[0], progress)
@@ -108,7 +108,7 @@ class OwnCheckpoint:
 
 
 def _naming(path: Location, what: str, problems: Iterator[Problem]) -> Iterator[Problem]:
-    """The problems of a file. What keeps it from being read is one, too."""
+    """Yield the problems of a file. An error that keeps the file from being read becomes a problem, too."""
     try:
         yield from problems
     except DatastatesError as error:

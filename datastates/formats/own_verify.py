@@ -85,7 +85,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
 
 
 def _overlapping(table: ShardTable) -> Iterator[str]:
-    """Full keys of the tensors of which two parts in one container have an element in common."""
+    """Full keys of tensors with two parts in one container that have an element in common."""
     for rows in table.repeated():
         whole, parts = Part.whole(rows[0].global_shape), [row.part for row in rows]
         if sum(part.numel for part in parts) + uncovered(whole, parts) > whole.numel:
@@ -93,7 +93,7 @@ def _overlapping(table: ShardTable) -> Iterator[str]:
 
 
 def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, damaged: set[int]) -> Iterator[Problem]:
-    """Digests that contradict the data that was read, except in records that are known to be damaged."""
+    """A problem for each digest that contradicts the data that was read, except in ``damaged`` records."""
     table = source.index.shards
     wrong = (table.digested == 1) & ((plan.known == 0) | (table.digest != found))
     sound = np.ones(len(source.index.records), bool)
@@ -124,5 +124,5 @@ def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterat
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """The number of the first byte that differs, or is there in only one of two strings."""
+    """The offset of the first byte that differs between two strings, or that only the longer one has."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Which format a path holds. A checkpoint of this package, or a directory of them, is found first."""
+"""Finds the format of a path. A checkpoint of this package, or a directory of them, is found first."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def recognise(path: Location) -> Format | None:
 
 
 def others(root: Location, known: Collection[str]) -> dict[str, str]:
-    """The entries of a directory that are checkpoints of any format, and what they are; without those in ``known``.
+    """Names of the checkpoints of any format in a directory, each with its format's name, except the ``known`` names.
 
-    What cannot be read is left out.
+    An entry that cannot be read is left out.
     """
     found = {}
     for name in sorted(store_of(root).names(root)):
@@ -65,7 +65,7 @@ def others(root: Location, known: Collection[str]) -> dict[str, str]:
 
 
 def newest_other(root: Location) -> tuple[Location, str] | None:
-    """The newest checkpoint in a directory that is not named as one of a training run, and what it is."""
+    """Path and format's name of the newest checkpoint in ``root`` that is not named ``step-N``; None without one."""
     with contextlib.suppress(OSError):  # it only helps to find one
         found = others(root, {one.name for one in directories.steps(root)})
         if found:
@@ -76,7 +76,7 @@ def newest_other(root: Location) -> tuple[Location, str] | None:
 
 
 def refuse_absence(path: Location, step: int | None) -> NoReturn:
-    """As :func:`datastates.commit.newest.refuse_absence`, and name a checkpoint that lies there under another name."""
+    """As :func:`datastates.commit.newest.refuse_absence`; the message also names a checkpoint under another name."""
     try:
         newest.refuse_absence(path, step)
     except CheckpointNotFoundError as error:
@@ -97,7 +97,7 @@ def other(path: Location) -> Format | None:
 
 @contextlib.contextmanager
 def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Location]]:
-    """The format and the path of the checkpoint that a path means.
+    """Yield the format and the path of the checkpoint that a path means.
 
     A checkpoint of this package, be it ``path`` or the newest in it or the newest of ``step``, is kept from deletion
     until the block ends.

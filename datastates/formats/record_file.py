@@ -1,4 +1,4 @@
-"""A file whose records have no checksums of their chunks: where its bytes lie, for the planner."""
+"""The places of the records in a file of another format, for the planner. Chunks of records have no checksums."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from datastates.storage.location import Location
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A range of a file that tensors lie in.
+    """A range of a file that holds tensors.
 
     Attributes:
-        offset, nbytes: The range.
+        offset, nbytes: The range, in bytes.
         crc: CRC-32 of the whole range; None if the file has none.
     """
 
@@ -61,7 +61,7 @@ class RecordFile:
         return replace(found, record=found.record + np.int32(first), checked=False)
 
     def corrupt(self, key: str) -> CorruptError:
-        """The error for a damaged tensor."""
+        """The error that names this file and the damaged tensor."""
         return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
 

@@ -1,4 +1,4 @@
-"""A safetensors file. The library checks the header; the place of each tensor is taken from it."""
+"""Reads a safetensors file. The library checks the header, which tells the place of each tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LENGTH = 8
 
 
 def recognises(path: Location) -> bool:
-    """Whether a file begins as a header does. One that begins otherwise is damaged if its name says so."""
+    """Whether a file begins like a header, or its name ends in ``.safetensors``: then it is a damaged file."""
     if not store_of(path).is_file(path):
         return False
     head = store_of(path).head(path, _LENGTH + 1)
@@ -35,7 +35,7 @@ def recognises(path: Location) -> bool:
 
 
 def open(path: Location) -> Foreign:
-    """Open a file.
+    """Open a safetensors file as a checkpoint.
 
     Raises:
         FormatError: It is damaged; the message names it.
@@ -45,7 +45,7 @@ def open(path: Location) -> Foreign:
 
 
 def open_file(path: Location) -> ForeignFile:
-    """Open a file, alone or as a shard; raises as :func:`open` does."""
+    """Open a safetensors file, a whole checkpoint or a shard; raises as :func:`open` does."""
     nbytes, read = store_of(path).length(path), reader(path)
     try:
         with (
@@ -73,7 +73,7 @@ def open_file(path: Location) -> ForeignFile:
 
 
 def _unique(path: Location, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the header; the library takes the last of two equal names, other readers may take the first."""
+    """Make a dict of pairs in the header. Raises FormatError for a repeated name: readers differ in which they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

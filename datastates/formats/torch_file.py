@@ -1,4 +1,4 @@
-"""A file of ``torch.save``: a ZIP archive with a pickle, which is read without running code, and a record a storage."""
+"""Reads a file of ``torch.save``: a ZIP archive of a pickle, read without running code, and a record per storage."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def is_plain_pickle(path: Location) -> bool:
 
 
 def open(path: Location) -> TorchCheckpoint:
-    """Open a file.
+    """Open a file of ``torch.save`` as a checkpoint.
 
     Raises:
-        FormatError: It is damaged, or is in the legacy format, or holds what cannot be read without running code; the
+        FormatError: It is damaged, is in the legacy format, or cannot be read without running code from it; the
             message names it.
         StorageError: It cannot be read.
     """
@@ -67,7 +67,7 @@ def open(path: Location) -> TorchCheckpoint:
 
 
 class TorchFile(ForeignFile):
-    """An opened file.
+    """An opened file of ``torch.save``.
 
     Attributes:
         value: Its value, with a StoredArray for each tensor, and nothing built that would run code of its class.
@@ -103,7 +103,7 @@ class TorchFile(ForeignFile):
     def _survey(
         self, resolve: Callable[[StoredArray], object], trust: Trust = "all", *, with_torch: bool = True
     ) -> tuple[Any, bool]:
-        """The value, without objects that only code of their classes could build, and whether it has none of those."""
+        """Read the value, without objects that need their classes' code. Returns it, and whether none was left out."""
 
         def checked(stored: StoredArray) -> object:
             return resolve(self._checked(stored))
@@ -111,13 +111,13 @@ class TorchFile(ForeignFile):
         return pickle_reader.survey(self._pickle, checked, trust=trust, with_torch=with_torch)
 
     def _checked(self, stored: StoredArray) -> StoredArray:
-        """An array of the pickle, after a check that its storage is there."""
+        """Return an array of the pickle, once its storage is known to be there; raises FormatError."""
         number = self._numbers.get(stored.record)
         check_place(stored, None if number is None else self.records[number].nbytes)
         return stored
 
     def _entries(self, prefix: str) -> list[ObjectEntry]:
-        """An entry for each item of the value that has anything beside tensors in it."""
+        """An object entry for each item of the value that holds anything beside tensors."""
         if not isinstance(self.value, dict):
             return [ObjectEntry(prefix, 0, self._survey, self._pickle)] if _has_other(self.value) else []
         return [
@@ -127,14 +127,14 @@ class TorchFile(ForeignFile):
         ]
 
     def _item(self, key: object, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
-        """An item of the value, as a survey; the last one serves the file's other items, too."""
+        """Survey one item of the value. The last survey of the whole value is kept, and serves its other items, too."""
         if self._surveyed is None or self._surveyed[0] is not resolve:
             self._surveyed = resolve, self._survey(resolve)[0]
         item = self._surveyed[1][key]
         return item, not any(isinstance(leaf, Unbuilt) for _, leaf in leaves(item))
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
-        """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.
+        """Read and verify the file, and build its value; arguments as for ``Opened.load``.
 
         Raises:
             TrustError: An object needs a class that is not trusted. No tensor has been read.
@@ -164,13 +164,13 @@ class TorchCheckpoint(Foreign):
     files: Sequence[TorchFile]
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """The value of the file; one that is no dict is under the empty key."""
+        """Read the value of the file: a dict. Another value is returned in a dict, under the empty key."""
         value = self.files[0].load(executor, trust=trust, into=into)
         return value if isinstance(value, dict) else {"": value}
 
 
 def _has_other(value: object) -> bool:
-    """Whether there is anything beside arrays in nested dicts, lists and tuples; an empty one counts as that."""
+    """Whether nested dicts, lists and tuples hold anything beside arrays. An empty one counts as a value."""
     return any(not isinstance(leaf, StoredArray) for _, leaf in leaves(value))
 
 
@@ -195,7 +195,7 @@ def _archive(path: Location, nbytes: int) -> Archive:
 
 
 def _is_script(path: Location) -> bool:
-    """Whether a file is an archive with the code of a module."""
+    """Whether a file is an archive with a module of TorchScript."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
@@ -204,7 +204,7 @@ def _is_script(path: Location) -> bool:
 
 
 def _ahead(read: Callable[[int, int], bytes], nbytes: int) -> Callable[[int, int], bytes]:
-    """A function that reads a file in windows: the headers of a record are read by one call."""
+    """A function that reads a file by windows, so that one call reads all headers of a record."""
     window = 0, b""
 
     def ahead(offset: int, size: int) -> bytes:

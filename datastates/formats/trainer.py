@@ -1,4 +1,4 @@
-"""A ``checkpoint-N`` of transformers' Trainer: the weights, and files of ``torch.save`` with the rest."""
+"""Reads a ``checkpoint-N`` of transformers' Trainer: weights, and files of ``torch.save`` for optimizer and others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _STATE = "trainer_state.json"
 _MOST_STATE = 1 << 30
 """Longest state in bytes that is read: it has a line for each step that was logged."""
 _OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
-"""What else is read. ``training_args.bin`` is not: it holds an object of the Trainer's, and no tensor."""
+"""Files read beside the weights. ``training_args.bin`` is not: it holds an object of the Trainer's, and no tensor."""
 
 
 def recognises(path: Location) -> bool:
-    """Whether a folder has the state of a Trainer."""
+    """Whether a folder has ``trainer_state.json``, the state of a Trainer."""
     return store_of(path).is_file(path / _STATE)
 
 
 def open(path: Location) -> Composite:
-    """Open a folder; the keys of other files than the weights begin with the stem of the file.
+    """Open a ``checkpoint-N``. Weights keep their names; the keys of any other file begin with the file's stem.
 
     Raises:
         FormatError: A file is damaged, or cannot be read without running code; the message names it.
