@@ -36,17 +36,17 @@ BUFFERS = 3
 ALIGNMENT = 16
 """Alignment in bytes of elements before a cast."""
 MOST_MEMORY = 48 << 20
-"""Bytes of all windows that are under way, with what is cast for them."""
+"""Bytes of all windows that are under way, with the elements that are cast for them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where the elements of a tensor come from.
+    """The stored elements of a tensor that is exported.
 
     Attributes:
         row: Any stored row of the tensor.
         sources: The rows that hold its elements, each with its file.
-        digest: The CRC-32 of the stored elements in row-major order; None if it was not stored.
+        digest: The CRC-32 of the stored elements in row-major order; None if the checkpoint has none.
     """
 
     row: Row
@@ -56,13 +56,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A range of a tensor's elements in a window.
+    """A range of a tensor's elements that a window holds.
 
     Attributes:
         number: The number of the tensor in the file.
         end: One past the last element, in the flattened tensor.
-        read: The elements as they are stored.
-        cast: The elements as they are in the file; None if they are not cast.
+        read: The elements with their stored type.
+        cast: The elements with their type in the file; None if they are not cast.
     """
 
     number: int
@@ -73,16 +73,16 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """An extent of the file in memory, and memory for what is cast into it.
+    """An extent of the exported file in memory, and memory for elements that are cast into it.
 
     Attributes:
         number: The number of the extent.
-        offset, nbytes: Its range.
-        block, base: The memory, and where in it the range begins, on a page.
-        staging, staged: Memory for elements before a cast, and how much of it is taken.
-        reads: What fills it.
+        offset, nbytes: Its range in the file, in bytes.
+        block, base: The memory, and the offset in it, on a page, where the range begins.
+        staging, staged: Memory for elements before a cast, and its bytes in use.
+        reads: The reads that fill it.
         pieces: The ranges of tensors in it.
-        stretches: What of it may share its blocks with the checkpoint.
+        stretches: The stretches of it that may share blocks with the checkpoint.
     """
 
     number: int
@@ -103,7 +103,7 @@ class _Window:
         return block[self.base : self.base + -(-self.nbytes // PAGE) * PAGE]
 
     def stage(self, ref: ArrayRef) -> Any:
-        """An array in the memory for elements before a cast."""
+        """Take an array for the elements of ``ref`` from the memory for elements before a cast."""
         begin = -(-self.staged // ALIGNMENT) * ALIGNMENT
         self.staged = begin + memory.nbytes_of(ref)
         return memory.view(self.staging, ref, begin)
@@ -120,7 +120,7 @@ class Copier:
         direct_io: bool,
         progress: Callable[[int], object],
     ) -> None:
-        """Take the tensors.
+        """Remember the tensors to export; nothing is read yet.
 
         Args:
             origins: The origin of each tensor, by full key.
@@ -153,8 +153,8 @@ class Copier:
         rooms = [(memory.allocate("torch", size + PAGE), memory.allocate("torch", staging)) for _ in range(BUFFERS)]
         written: list[Task[None]] = []
         writer = Workers("datastates-export", 1)
-        reading: deque[Reads] = deque(maxlen=2)  # what may be under way; older reads are forgotten with their windows
-        # CRC-32 of each tensor as far as it was read: as stored, and as written (of what is cast, where files have it)
+        reading: deque[Reads] = deque(maxlen=2)  # reads under way; older ones are forgotten with their windows
+        # CRC-32 of each tensor as far as it was read: as stored, and as written (of cast tensors, where files have it)
         sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
             contextlib.closing(store_of(path).writer(path, direct=self._direct_io)) as target,
@@ -259,7 +259,7 @@ class Copier:
         window.bytes[places] = as_written[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
     def _write(self, target: Writer, window: _Window, sharing: Sharing) -> None:
-        """Write what of a window cannot share its blocks with the checkpoint."""
+        """Write the parts of a window that do not share blocks with the checkpoint."""
         data, at = window.bytes, 0
         for begin, end in [*sharing.share(window.stretches), (window.offset + len(data),) * 2]:
             target.write(data[at : begin - window.offset], window.offset + at)
@@ -268,7 +268,7 @@ class Copier:
 
 
 def _growth(types: Sequence[tuple[str, str]]) -> tuple[float, int]:
-    """Bytes of stored elements for each byte of what they are cast to, at most, and how many tensors are cast.
+    """The most bytes of stored elements for each byte of cast elements, and the number of tensors that are cast.
 
     Args:
         types: The stored type of each tensor, and its type in the file.
@@ -278,7 +278,7 @@ def _growth(types: Sequence[tuple[str, str]]) -> tuple[float, int]:
 
 
 def window_nbytes(types: Sequence[tuple[str, str]]) -> int:
-    """Bytes of a window, a power of two: all that are under way, with what is cast for them, take MOST_MEMORY.
+    """Length of a window in bytes, a power of two. BUFFERS windows and elements cast for them take MOST_MEMORY at most.
 
     Args:
         types: The stored type of each tensor, and its type in the file.

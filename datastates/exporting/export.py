@@ -1,4 +1,4 @@
-"""The way of one export: which tensors, under which names, in which files; then the copies, and the publication."""
+"""One export: chooses tensors, their names and files; then copies the tensors, and publishes the files."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from datastates.storage.location import Location
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""What a rename reports if something has the name: a file, a folder that is not empty, a file in a folder's place."""
+"""Error numbers of a rename to a name that is taken: by a file, a folder with content, a file for a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        source: What the source is: the name of its format.
-        path: The file or the folder.
+        source: The name of the source's format.
+        path: The file or the folder that was written.
         files: Names of the files in it; for a single file, its own name.
         tensors: Number of tensors.
         nbytes: Bytes of all files.
-        tied: Names that share their tensor with another name, and that name. In safetensors files, only the other one
-            names it; in a torch file, both do.
-        objects: Full keys of what is no tensor and was left out: what was asked for by its key, and what belongs to the
-            providers whose tensors were exported.
+        tied: For each name that shares its tensor with another name, that name. A safetensors file has the tensor
+            under the other name only, a torch file under both.
+        objects: Full keys of objects, which are no tensors, that were left out: objects that were asked for by key, and
+            objects of the providers whose tensors were exported.
         unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
             that has checksums of its chunks, as this package's checkpoints do.
     """
@@ -63,7 +63,7 @@ class Exported:
 
 
 def cast_type(dtype: object) -> str | None:
-    """Torch's name of a type to cast to, given as ``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16``; None for None.
+    """Torch's name of the type to cast to, given as ``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16``; None for None.
 
     Raises:
         ValueError: Tensors cannot be cast to it.
@@ -146,7 +146,7 @@ def export(
 
 
 def _why_nothing(stored: Tensors) -> str:
-    """Why a checkpoint has no tensor to export."""
+    """The error message for a checkpoint without any tensor to export."""
     found = ((key, entry.classes()) for key, entry in stored.objects().items())
     whole = [of_classes(key, kinds) for key, kinds in found if kinds]
     return shortened(["there is no tensor to export", *whole], "; ")
@@ -157,7 +157,7 @@ def _type(stored: str, wanted: str | None) -> str:
 
 
 def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
-    """The origin of each tensor, and for each that is the same memory as an earlier one, the key of that one."""
+    """The origin of each tensor by full key; and the tied keys: each with the earlier key of the same memory."""
     origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
     firsts: dict[object, str] = {}
@@ -174,7 +174,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 @contextlib.contextmanager
 def _pending(place: Location) -> Iterator[Pending]:
-    """A partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
+    """Yield a partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
     retention.sweep_beside(place)
     missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
@@ -187,14 +187,14 @@ def _pending(place: Location) -> Iterator[Pending]:
 
 
 def _remove_empty(folders: Iterable[Location]) -> None:
-    """Remove those of folders, the deepest first, that are there and in which nothing is."""
+    """Remove the folders that exist and are empty, the deepest first."""
     for folder in folders:
         with contextlib.suppress(OSError):
             store_of(folder).remove_empty(folder)
 
 
 def _publish(pending: Pending, target: Location) -> None:
-    """Give what was written its names; raises FileExistsError if something has got one of them meanwhile."""
+    """Give the written files their names; raises FileExistsError if one of the names was taken meanwhile."""
     try:
         if not is_file(target) and pending.directory.parent == target.parent:
             pending.publish(lambda: target)

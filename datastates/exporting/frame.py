@@ -1,4 +1,4 @@
-"""What a file of an export holds besides the bytes of the tensors, and where these lie. A layout plans it."""
+"""Describes one file of an export: the places of its tensors, and its other bytes. The layouts make such files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class File:
     Attributes:
         name: Its name.
         tensors: Its tensors: the sources of the plan.
-        plan: Where they lie. The file is written extent by extent.
-        literal: The bytes between them, end to end.
-        encode_tail: Encodes what stands behind the plan's end, given the CRC-32 of each tensor as it is in the file.
-        tail_nbytes: Length of that.
+        plan: The places of the tensors. The file is written extent by extent.
+        literal: The bytes between the tensors, end to end.
+        encode_tail: Encodes the bytes after the plan's end, given the CRC-32 of each tensor as written.
+        tail_nbytes: Length of these bytes.
     """
 
     name: str
@@ -32,5 +32,5 @@ class File:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length of the file in bytes."""
         return self.plan.end + self.tail_nbytes

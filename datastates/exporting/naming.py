@@ -1,4 +1,4 @@
-"""Which tensors are exported, and under which names. Pure functions."""
+"""Chooses the tensors to export, and their names. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datastates.restoring.renaming import Renames, as_text, renamed
 
 
 def choose(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
-    """The full keys that match any of some globs, as those of a shell, in their order.
+    """The full keys that match any of some globs, written as in a shell; the keys stay in their order.
 
     Raises:
         ValueError: A glob matches nothing; the message names it.

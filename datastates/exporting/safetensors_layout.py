@@ -24,7 +24,7 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes such as ``"5GB"`` (10**9) or ``"512MiB"`` (2**20).
+    """The number of bytes that a size such as ``"5GB"`` (10**9) or ``"512MiB"`` (2**20) means.
 
     Raises:
         ValueError: It is no size, or not positive.
@@ -38,14 +38,14 @@ def parse_size(text: str) -> int:
 
 
 def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: int, block: int) -> list[File]:
-    """Distribute tensors over the files of a folder.
+    """Distribute tensors over the safetensors files of a folder.
 
     They stay in order. A file begins where a tensor would make the one before longer than ``shard_nbytes``, header
     aside, as in ``huggingface_hub``. A longer tensor has a file of its own.
 
     Args:
         tensors: The tensors.
-        tied: For each name that shares its tensor with another one, the name of that one.
+        tied: For each name that shares its tensor with another name, that other name.
         shard_nbytes: Most bytes of tensors in a file.
         block: Longest extent in bytes.
 
@@ -70,10 +70,10 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
 
 
 def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
-    """Lay tensors out in one file.
+    """Lay tensors out in one safetensors file.
 
-    The metadata names tied tensors as ``safetensors.torch.save_model`` does. The tensors begin on a page, so that those
-    whose lengths are whole pages can share their blocks with the checkpoint. Raises as :func:`files_of` does.
+    The metadata names tied tensors as ``safetensors.torch.save_model`` does. The tensors begin on a page, so that
+    tensors of whole pages can share their blocks with the checkpoint. Raises as :func:`files_of` does.
     """
     here = {tensor.name for tensor in tensors}
     metadata = {"format": "pt", **{name: kept for name, kept in tied.items() if kept in here and name != "format"}}
@@ -84,7 +84,7 @@ def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block
 
 
 def index_of(files: Sequence[File]) -> bytes:
-    """The index of several files: which file has which tensor."""
+    """Encode the index of several files, which names the file of each tensor, as JSON."""
     weights = {tensor.name: file.name for file in files for tensor in file.tensors}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weights}

@@ -1,4 +1,4 @@
-"""Blocks of a file system that a checkpoint and a file exported from it share, where it can do that: reflinks."""
+"""Reflinks: an exported file shares blocks with the checkpoint on file systems that can do so. Saves copying."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHORTEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Whole pages of a file of the checkpoint whose bytes are those of a file that is written.
+    """Whole pages that a file of the checkpoint and the exported file have in common.
 
     Attributes:
         path: The file of the checkpoint.
-        offset: Where it begins there.
-        at: Where it begins in the file that is written.
-        nbytes: Its length.
+        offset: Offset in the checkpoint's file, in bytes.
+        at: Offset in the exported file, in bytes.
+        nbytes: Its length in bytes.
     """
 
     path: Location
@@ -34,7 +34,7 @@ class Stretch:
 
 
 def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> Stretch | None:
-    """What can be shared of a range of a tensor; None if nothing can.
+    """The stretch of a tensor's range that can be shared; None if nothing can.
 
     Only files whose chunks have checksums are shared: a committed checkpoint does not change after it was verified.
 
@@ -42,8 +42,8 @@ def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> S
         source: A file of the checkpoint.
         row: A row of it with elements of the tensor.
         begin: First element of the range, in the flattened tensor.
-        end: One past its last.
-        at: Where the range begins in the file that is written.
+        end: One past the last element of the range.
+        at: Offset of the range in the exported file, in bytes.
     """
     first, last = row.part.bounds
     if not (source.checked and last - first == row.part.numel and is_row_major(row.shape, row.stride)):
@@ -60,15 +60,15 @@ def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> S
 
 
 class Sharing:
-    """Shares stretches with one file that is written, until the store refuses."""
+    """Shares stretches with one exported file, until the store refuses."""
 
     def __init__(self, target: Writer) -> None:
-        """Take the file."""
+        """Begin to share with the file ``target``."""
         self._target = target
         self._refused = False
 
     def share(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
-        """Share stretches with the file; yields the ranges of it that are filled by that, ascending."""
+        """Share stretches with the file; yields the ranges of the file in bytes that are filled thereby, ascending."""
         for one in sorted(stretches, key=lambda one: one.at):
             self._refused = self._refused or not self._target.share(one.path, one.offset, one.nbytes, one.at)
             if self._refused:

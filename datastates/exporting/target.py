@@ -1,4 +1,4 @@
-"""What an export makes of a path: the end of its name tells."""
+"""Targets of exports: the end of the path's name decides whether a file or a folder is made, and of which format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """The ends of the names of files that ``torch.load`` opens, by PyTorch's and its trainers' conventions."""
 
 INSIDE = "export"
-"""What the partial directory inside of a folder is named after."""
+"""The name before ``.partial-`` of an export's partial directory inside a folder."""
 
 
 def is_torch(target: Location) -> bool:
-    """Whether a target is a file for ``torch.load``."""
+    """Whether a target is a file for ``torch.load``, by the end of its name."""
     return target.name.endswith(TORCH)
 
 
@@ -38,7 +38,7 @@ def place_of_partial(target: Location) -> Location:
 def refuse_existing(target: Location) -> None:
     """Raise FileExistsError if the target of an export exists and is no empty folder.
 
-    What other exports are writing into a folder, or have left there, does not count: it is not there under its names.
+    Partial directories of other exports in a folder do not count: their files do not have their names yet.
     """
     store = store_of(target)
     if store.is_folder(target) and not is_file(target):

@@ -22,12 +22,12 @@ from datastates.state.shards import StoredArray
 
 
 def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
-    """Lay tensors out in one file. Each has a storage of its own. Those of a type that torch lacks are their bytes.
+    """Lay tensors out in one file, each with its own storage. A tensor of a type that torch lacks becomes its bytes.
 
     Args:
         name: The name of the file.
         tensors: The tensors.
-        tied: For each name that shares its tensor with another one, the name of that one. Both get the same storage.
+        tied: For each name that shares its tensor with another name, that other name. Both get the same storage.
         block: Longest extent in bytes.
     """
     tensors = [replace(tensor, dtype=pickled(BY_NAME[tensor.dtype]).name) for tensor in tensors]
