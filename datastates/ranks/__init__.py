@@ -1,4 +1,4 @@
-"""How processes agree without collectives. Independent of checkpoints."""
+"""Agreement between processes without collectives. Independent of checkpoints."""
 
 from datastates.ranks.together import meet, settle
 from datastates.ranks.world import SoloWorld, World, world_of

@@ -41,13 +41,13 @@ DONE, FAILED = b"+", b"-"
 
 
 def text_of(error: BaseException) -> str:
-    """The text that other ranks receive about an error."""
+    """The text about an error of this rank that is sent to the other ranks."""
     kind, text = type(error).__name__, str(error)
     return kind if not text else text if isinstance(error, DatastatesError) else f"{kind}: {text}"
 
 
 def token_of(run: str, name: str) -> str:
-    """8 hexadecimal digits for a name in a run."""
+    """8 hexadecimal digits for a name, the same on all ranks of a run and different in other runs."""
     return hashlib.blake2b(f"{run}/{name}".encode(), digest_size=4).hexdigest()
 
 
@@ -69,10 +69,10 @@ class Board(Protocol):
         """Leave this rank's mark without a message."""
 
     def marks(self, box: str) -> int:
-        """How many ranks have left a mark. A rank that called :meth:`put` left its message before its mark."""
+        """The number of ranks that have left a mark. The message of a rank that called :meth:`put` is there by then."""
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of those ``ranks`` that have left one, by rank. No rank may delete them during the call."""
+        """The messages that any of these ``ranks`` left, by rank. No rank may delete them during the call."""
 
     def claim(self, box: str) -> int:
         """Claim a box; returns the rank that claimed it first, which may be this one."""
@@ -84,7 +84,7 @@ class Board(Protocol):
         """Delete the box: its marks, its claim, and the messages of these ranks."""
 
     def close(self, *, given_up: bool) -> None:
-        """Close the board; on rank 0, delete what is left of the run. ``given_up``: an agreement lacked a rank."""
+        """Close the board; on rank 0, delete what the run left there. ``given_up``: an agreement lacked a rank."""
 
 
 # the first byte of an answer
@@ -121,7 +121,7 @@ class BoardWorld:
     - ``enough``: marked by a rank that has failed, so that rank 0 decides without waiting for the others.
     - ``gate``: claimed by rank 0 when it decides, or by a rank that stops waiting. If that rank claims it first,
       nothing is decided.
-    - ``answer``: what rank 0 decided.
+    - ``answer``: the decision of rank 0.
     - ``read``: marked by each rank that is done with this agreement. When all are, rank 0 deletes the boxes.
     """
 
@@ -131,9 +131,9 @@ class BoardWorld:
         Args:
             rank: The number of this rank.
             size: The number of ranks.
-            board: Where the ranks exchange messages.
+            board: The board on which the ranks exchange messages.
             timeout: Seconds that one wait may take.
-            store: The framework's store that the board is in, if it is in one.
+            store: The framework's store that holds the board; None for a board elsewhere.
         """
         self.rank, self.size, self.store = rank, size, store
         self._board = board

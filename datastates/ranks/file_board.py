@@ -21,7 +21,7 @@ from datastates.storage.store import ABSENT
 
 
 def store(path: Location) -> Store:
-    """The store of a directory where ranks meet."""
+    """The :class:`Store` of the shared directory where ranks meet."""
     return store_of(path, "ranks")
 
 
@@ -97,11 +97,11 @@ class FileBoard:
         return [int(name) for name in names(folder)] if folder.name in names(self._folder) else []
 
     def marks(self, box: str) -> int:
-        """How many ranks have left a mark."""
+        """The number of ranks that have left a mark."""
         return len(self._marked(box))
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of those ``ranks`` that have left one, by rank."""
+        """The messages that any of these ``ranks`` left, by rank."""
         there = set(self._marked(box))
         found = {rank: read(self._box(box) / str(rank)) for rank in ranks if rank in there}
         return {rank: data for rank, data in found.items() if data is not None}
@@ -130,7 +130,7 @@ class FileBoard:
         remove(self._box(box))
 
     def close(self, *, given_up: bool) -> None:
-        """On rank 0, delete what is left of the run."""
+        """On rank 0, delete what the run left in the directory."""
         del given_up
         if self._rank == 0:
             self._leave()

@@ -15,22 +15,22 @@ from datastates.ranks.store_calls import StoreCalls
 
 
 class Service:
-    """A client of the service with the calls that are used here. Each is one request, and none waits for a key.
+    """The calls of JAX's coordination service that :class:`JaxKeys` needs. Each is one request; none waits for a key.
 
-    To ask for a single key would wait or fail where it is absent, but a folder may be empty. So each key is a folder,
-    of its value or of its marks.
+    A request for a single key would wait or fail where the key is absent, but a folder may be empty. So each key is a
+    folder of entries: its value, or its marks.
     """
 
     def __init__(self, client: Callable[[], Any]) -> None:
-        """Use the client that ``client()`` returns at each call, as ``jax.distributed.initialize`` makes one."""
+        """Use the client that ``client()`` returns at each call, such as ``jax.distributed.initialize`` makes."""
         self._client = client
 
     def set(self, key: str, entry: str, data: bytes) -> None:
-        """Give an entry of a key some content, in place of an older one."""
+        """Set the content of an entry of a key, in place of older content."""
         self._client().key_value_set_bytes(f"{_folder(key)}/{entry}", data, allow_overwrite=True)
 
     def set_once(self, key: str, entry: str, data: bytes) -> None:
-        """Give an entry of a key some content, unless it has some."""
+        """Set the content of an entry of a key, unless it has content."""
         try:
             self._client().key_value_set_bytes(f"{_folder(key)}/{entry}", data)
         except RuntimeError as error:
@@ -55,14 +55,14 @@ _VALUE = "value"
 
 
 class JaxKeys:
-    """:class:`~datastates.ranks.keys.Keys` in the service. The marks at a key are entries, one for each rank.
+    """:class:`~datastates.ranks.keys.Keys` in JAX's service. The marks at a key are entries, one for each rank.
 
     Attributes:
         rank: This rank.
     """
 
     def __init__(self, service: Service, rank: int, *, silence: float) -> None:
-        """Use the service.
+        """Begin to call the service.
 
         Args:
             service: The service. Several threads may call it at once.
@@ -85,7 +85,7 @@ class JaxKeys:
                 return value[0].decode()
 
     def found(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The values of those ``keys`` that have one."""
+        """The values of these ``keys``, by key; keys without a value are left out."""
         values = {key: self._call("entries", key) for key in keys}
         return {key: value[0] for key, value in values.items() if value}
 
@@ -94,7 +94,7 @@ class JaxKeys:
         self._call("set", key, str(self.rank), b"")
 
     def marks(self, key: str) -> int:
-        """How many ranks have left a mark at a key."""
+        """The number of ranks that have left a mark at a key."""
         return len(self._call("entries", key))
 
     def delete(self, key: str) -> None:
@@ -111,7 +111,7 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=1)
 def _service(state: Any, client: Any) -> Service:
-    """The service of the run that JAX's global state has begun with a client."""
+    """The service that the client in JAX's global state is connected to."""
     rank: int = state.process_id
 
     def current() -> Any:
@@ -128,7 +128,7 @@ def _service(state: Any, client: Any) -> Service:
 
 
 def place() -> Place | None:
-    """Where the processes of jax.distributed meet; None where it is not initialized, or this process is the only one.
+    """The store where the processes of jax.distributed meet; None if it is not initialized or has one process only.
 
     Does not start JAX's devices.
     """

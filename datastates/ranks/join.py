@@ -1,4 +1,4 @@
-"""How the processes of one run find each other through a shared directory, whatever killed runs have left there.
+"""Lets the processes of one run find each other in a shared directory, whatever killed runs have left there.
 
 All files are below ``.ranks``. The steps:
 
@@ -42,7 +42,7 @@ _SESSION = re.compile(rf"\.?session-({_RUN})(\.[0-9a-f]+)?\Z")  # with a leading
 
 
 class _Session(BaseModel):
-    """What rank 0 writes into a session. A process is written as ``RANK-NONCE``."""
+    """The contents of a session file, which rank 0 writes. A process is written as ``RANK-NONCE``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -51,7 +51,7 @@ class _Session(BaseModel):
     members: list[str] | None = None
     """The processes of the run, once one of each rank has answered."""
     missing: list[int] | None = None
-    """The ranks that have not answered when the time is up."""
+    """The ranks that had not answered when the time was up."""
     failure: str = ""
 
 
@@ -108,7 +108,7 @@ def _session(root: Location, run: str) -> Location:
 
 
 def _told(root: Location, process: str) -> Iterator[_Session]:
-    """The session of every rank 0 that has seen a process."""
+    """Yield every session that names a process, from any rank 0."""
     for name in filter(_SESSION.match, names(root)):
         try:
             session = _Session.model_validate_json(read(root / name) or b"")
@@ -183,7 +183,7 @@ def _seen(root: Location, size: int) -> list[str]:
 
 
 def _clear(root: Location, run: str) -> None:
-    """Delete what killed runs left. Spares other living runs in the directory; this process may be part of them."""
+    """Delete the files of killed runs. Spares other living runs in the directory; this process may be part of them."""
     for name in store(root).names(root):
         session = _SESSION.match(name)
         other = session[1] if session else name

@@ -1,4 +1,4 @@
-"""Keys with values in a store that all ranks of a framework reach: what boards and openings need of it."""
+"""The protocol of a framework's store that all ranks reach: keys with values, for boards and openings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Keys(Protocol):
-    """One rank's calls of a store.
+    """One rank's calls of a framework's store.
 
     No method waits for a key. All are thread-safe, and raise UnreachableError when the store cannot be reached.
 
@@ -19,30 +19,30 @@ class Keys(Protocol):
     rank: int
 
     def set(self, key: str, data: bytes) -> None:
-        """Give a key a value, in place of an older one."""
+        """Set the value of a key, in place of an older value."""
 
     def first(self, key: str, text: str) -> str:
-        """Give a key a value, which is not empty, unless it has one; returns the key's value."""
+        """Set the value of a key, a text that is not empty, unless the key has a value. Returns the key's value."""
 
     def found(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The values of those ``keys`` that have one, in their order. No rank may delete them during the call."""
+        """The values of these ``keys``, in their order, without absent ones. No rank may delete any during the call."""
 
     def mark(self, key: str) -> None:
         """Leave this rank's mark at a key, which has no value. A rank leaves it once."""
 
     def marks(self, key: str) -> int:
-        """How many ranks have left a mark at a key."""
+        """The number of ranks that have left a mark at a key."""
 
     def delete(self, key: str) -> None:
         """Delete a key with its value or its marks, if it is there."""
 
     def close(self) -> None:
-        """End the calls. Later ones raise UnreachableError."""
+        """End the calls. Later calls raise UnreachableError."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A store of keys that all ranks of a framework reach."""
+    """A framework's store where its ranks meet, and the way to connect to it."""
 
     rank: int
     size: int
@@ -50,4 +50,4 @@ class Place:
     store: Any
     """An object that exists as long as the store does, and can be referenced weakly."""
     keys: Callable[[float], Keys]
-    """Connects to the store. The argument: seconds to wait for an answer before the server counts as gone."""
+    """Connects to the store. Its argument: seconds to wait for an answer before the server counts as gone."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 _PART = 64 * 1024
-"""Most bytes of a message. A socket takes some of these without anybody reading."""
+"""Most bytes of a message. A socket buffers a few such messages before anybody reads."""
 _STEP = 0.002
 """Seconds until a rank that does not listen yet is tried again."""
 _NUMBER = struct.Struct("<q")
@@ -20,19 +20,19 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def host_name() -> str:
-    """Names the host: equal for ranks that can connect to each other.
+    """A name of this host, equal for ranks that can connect to each other over Unix sockets.
 
     Raises:
-        OSError: The system does not tell.
+        OSError: The system does not tell the host's identity.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}"
 
 
 def by_host(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
-    """The ranks of each host: the first of each stretch of numbers, and how many it has.
+    """For each host, its ranks as stretches of consecutive numbers: the first number, and how many there are.
 
-    On most systems the ranks of a host have numbers that follow each other. So there are few numbers to tell.
+    On most systems the ranks of a host have consecutive numbers. So a host has few stretches.
 
     Args:
         hosts: The host of each rank.
@@ -49,17 +49,17 @@ def by_host(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
 
 
 def ranks_in(stretches: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """The numbers of the ranks of a host, from :func:`by_host`."""
+    """The numbers of a host's ranks, from its stretches as :func:`by_host` gives them."""
     return tuple(n for first, count in stretches for n in range(first, first + count))
 
 
 def ranks_beside(rank: int, hosts: Iterable[Iterable[tuple[int, int]]]) -> tuple[int, ...]:
-    """The numbers of the ranks of a rank's host, with it, from :func:`by_host`; empty if that lacks the rank."""
+    """The numbers of all ranks on a rank's host, itself included, from :func:`by_host`; empty if no host has it."""
     return next((ranks for ranks in map(ranks_in, hosts) if rank in ranks), ())
 
 
 class Listener:
-    """Where a rank's neighbours, the other ranks of its host, connect to it. Not thread-safe.
+    """A socket at which a rank's neighbours, the other ranks of its host, connect to it. Not thread-safe.
 
     The socket has a name in the host's network namespace, and no file. Only processes of the same user are connected.
 
@@ -97,11 +97,11 @@ class Listener:
         return f"\0datastates-{self._name}-{rank}"
 
     def connect(self, ranks: Collection[int], within: float | None = None) -> dict[int, socket.socket]:
-        """Connect to each of these ranks, all of which do the same meanwhile. The caller closes the sockets.
+        """Connect to each of these ranks, which call this method, too. Returns sockets by rank; the caller closes them.
 
         Args:
             ranks: The ranks.
-            within: Seconds in which each of them begins to listen, and connects. None if all listen already.
+            within: Seconds in which each rank begins to listen, and connects. None if all listen already.
 
         Raises:
             OSError: A rank cannot be reached, or does not come in time.
@@ -144,7 +144,7 @@ class Listener:
             time.sleep(_STEP)
 
     def swap(self, connected: dict[int, socket.socket], message: bytes) -> dict[int, bytes]:
-        """Send a message to all neighbours, and receive theirs; raises OSError."""
+        """Send a message to all connected neighbours, and receive one from each, by rank; raises OSError."""
         received = {}
         # in this order, no ranks wait for each other in a circle
         for rank in sorted(connected):
@@ -156,12 +156,12 @@ class Listener:
         return received
 
     def close(self) -> None:
-        """Stop listening. What is connected stays connected."""
+        """Stop listening. Connected sockets stay connected."""
         self._socket.close()
 
 
 def _is_ours(connected: socket.socket) -> bool:
-    """Whether the other end belongs to the user of this process."""
+    """Whether the process at the other end of a socket belongs to the user of this process."""
     said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(said)[1] == os.geteuid())
 

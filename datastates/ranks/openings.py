@@ -1,4 +1,4 @@
-"""How ranks that meet in a store agree which opening of a directory's world they are at.
+"""Keeps ranks that meet in a store in step: all enter the same opening of a directory's world.
 
 Rank 0 numbers its openings. One key of the store lists the numbers that other ranks may enter:
 
@@ -10,8 +10,7 @@ Each other rank enters the lowest listed number above the last one that it enter
 an earlier opening failed on some of them only.
 
 The server of a store may outlive a process group, and serve the next one: the list is still there then. So a process
-goes on counting as long as the server is the same. The list begins with a random name, by which a process knows it
-again.
+goes on counting as long as the server is the same. It recognises the list by the random name at its beginning.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ class Openings:
         self._standing: dict[int, weakref.ref[Keys]] = {}
         """On rank 0: the openings that other ranks may enter. An interrupted one has dropped its calls of the store."""
         self._closed: set[int] = set()
-        """On rank 0: those of ``_standing`` that leave the list when the next opening begins."""
+        """On rank 0: the openings in ``_standing`` that leave the list when the next opening begins."""
         self._line: list[object] = []
         """The calls of this process that wait for a number, in their order."""
         self._changed = Bell()
         self._lock = threading.Lock()
 
     def queue(self) -> Turn:
-        """Join the line; returns what to pass to :meth:`enter`."""
+        """Join the line; returns the turn to pass to :meth:`enter`."""
         return Turn(self._line, self._changed)
 
     def enter(self, turn: Turn, keys: Keys, timeout: float, interval: float) -> int:
@@ -125,7 +124,7 @@ class Openings:
                 self._closed.add(number)
 
     def _count_in(self, server: str) -> None:
-        """Begin to count anew where the list is another one than before."""
+        """Count from the beginning if the list is not the one seen before."""
         if server != self._server:
             self._server, self._last = server, 0
             self._standing.clear()
@@ -153,6 +152,6 @@ class Openings:
         return next((n for n in listed if n > self._last), None)
 
     def _listed(self, keys: Keys) -> tuple[str, list[int]]:
-        """The name of the list, empty where there is none yet, and the numbers in it."""
+        """The name of the list, and the numbers in it. Without a list, the name is empty."""
         server, *numbers = keys.found([self._key]).get(self._key, b"").decode().split(",")
         return server, list(map(int, numbers))

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def slowest(ranks: int) -> float:
-    """The longest pause between two looks of one rank, in seconds, where so many ranks poll."""
+    """The longest pause of one rank between two looks, in seconds, if ``ranks`` ranks poll one server."""
     return max(_SLOWEST, ranks / _LOOKS)
 
 

@@ -14,7 +14,7 @@ PIECE = 2 << 20
 
 
 class StoreBoard:
-    """A :class:`~datastates.ranks.board_world.Board` in a store.
+    """A :class:`~datastates.ranks.board_world.Board` in a framework's store.
 
     A message's key holds the number of its further pieces (4 bytes), then its first piece. Each further piece has a key
     of its own.
@@ -65,11 +65,11 @@ class StoreBoard:
         self._keys.mark(self._key(box, "marks"))
 
     def marks(self, box: str) -> int:
-        """How many ranks have left a mark."""
+        """The number of ranks that have left a mark."""
         return self._keys.marks(self._key(box, "marks"))
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of those ``ranks`` that have left one, by rank."""
+        """The messages that any of these ``ranks`` left, by rank."""
         by_key = {self._key(box, rank): rank for rank in ranks}
         return {
             by_key[key]: b"".join([head[4:], *self._keys.found(_further(key, _number(head))).values()])

@@ -15,7 +15,7 @@ from datastates.errors import UnreachableError
 
 
 class StoreCalls:
-    """A store and a thread that calls it. Thread-safe.
+    """A framework's store, and the thread that calls it. Thread-safe.
 
     Nothing can interrupt a call, but the caller can stop waiting for it.
     """
@@ -28,7 +28,7 @@ class StoreCalls:
                 and UnreachableError when this rank has left it.
             rank: This rank.
             silence: Seconds to wait for an answer before the server counts as gone.
-            name: What to call the store in messages.
+            name: The name of the store in messages.
 
         Raises:
             UnreachableError: ``connect`` did not return in time, or failed.

@@ -23,13 +23,13 @@ def settle(
     data: bytes,
     decide: Callable[[dict[int, bytes]], bytes],
 ) -> bytes:
-    """Go on together or not at all; returns on all ranks what the coordinator makes of every rank's data.
+    """Go on together or not at all; returns on all ranks the coordinator's result from every rank's data.
 
     Args:
         world: The ranks.
         name: The name of this agreement, the same on all ranks.
         error: The error that keeps this rank from going on, or None.
-        data: What this rank tells the coordinator if it has no error.
+        data: This rank's message to the coordinator if it has no error.
         decide: Called on the coordinator with all ranks' data, by rank, if no rank has failed. Returns the result.
 
     Raises:
@@ -53,7 +53,7 @@ def settle(
 
 
 def meet(world: World, name: str, path: Location, prepare: Callable[[], bytes]) -> bytes:
-    """Let the coordinator prepare a path before any rank writes there; returns on all ranks what ``prepare`` does.
+    """Let the coordinator prepare a path before any rank writes there; returns its bytes from ``prepare`` on all ranks.
 
     Raises:
         CommitError: The ranks gave different paths, or ``prepare`` failed, or a rank failed before this call.

@@ -17,14 +17,14 @@ _KEYS_AT_ONCE = 64
 
 
 class TorchKeys:
-    """:class:`~datastates.ranks.keys.Keys` in a Store. The marks at a key are a counter.
+    """:class:`~datastates.ranks.keys.Keys` in torch's Store. The marks at a key are a counter.
 
     Attributes:
         rank: This rank.
     """
 
     def __init__(self, store: Any, rank: int, *, silence: float) -> None:
-        """Connect.
+        """Connect to the Store.
 
         Args:
             store: A ``torch.distributed.Store``.
@@ -41,16 +41,16 @@ class TorchKeys:
         self._call = StoreCalls(connect, rank, silence=silence, name="the Store of torch.distributed")
 
     def set(self, key: str, data: bytes) -> None:
-        """Give a key a value, in place of an older one."""
+        """Set the value of a key, in place of an older value."""
         self._call("set", _named(key), data)
 
     def first(self, key: str, text: str) -> str:
-        """Give a key a value, which is not empty, unless it has one; returns the key's value."""
+        """Set the value of a key, a text that is not empty, unless the key has a value. Returns the key's value."""
         value: bytes = self._call("compare_set", _named(key), "", text)
         return value.decode()
 
     def found(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The values of those ``keys`` that have one. Takes few calls if nearly all do."""
+        """The values of these ``keys``, by key, without absent ones. Takes few calls if nearly all have a value."""
         there = self._present(list(keys))
         values: list[bytes] = []
         for begin in range(0, len(there), _KEYS_AT_ONCE):
@@ -70,7 +70,7 @@ class TorchKeys:
         self._call("add", _named(key), 1)
 
     def marks(self, key: str) -> int:
-        """How many ranks have left a mark at a key."""
+        """The number of ranks that have left a mark at a key."""
         return int(self._call("add", _named(key), 0))
 
     def delete(self, key: str) -> None:
@@ -83,7 +83,7 @@ class TorchKeys:
 
 
 def _connection(store: Any, silence: float) -> Any:
-    """A connection of our own: a call by the training code may block for long, and locks its connection."""
+    """A further connection to the Store. The training code's own may be locked for long by one of its calls."""
     if not hasattr(store, "clone"):
         return store
     own = store.clone()
@@ -100,7 +100,7 @@ def _named(key: str) -> str:
 
 
 def place() -> Place | None:
-    """Where the ranks of torch.distributed meet; None where it is not initialized, or this rank is the only one.
+    """The Store where the ranks of torch.distributed meet; None if it is not initialized or has one rank only.
 
     Raises:
         SettingsError: The backend of torch.distributed has no Store.

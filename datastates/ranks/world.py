@@ -1,4 +1,4 @@
-"""The world of ranks that this process belongs to, and how it is opened."""
+"""Opens the world of ranks that this process belongs to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class World(Protocol):
     timeout: float
 
     def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
-        """Collect one payload of each rank on rank 0; returns on every rank what rank 0 decides.
+        """Collect one payload of each rank on rank 0; returns on every rank the decision of rank 0.
 
         A rank that runs out of time withdraws its payload, so that rank 0 cannot decide without it. If rank 0 has begun
         to decide by then, the rank waits for the answer, at most ``timeout`` seconds more.
@@ -59,16 +59,16 @@ class World(Protocol):
         Raises:
             RanksMissingError: Some ranks did not answer in time. Rank 0 tells the others which. A rank that rank 0 did
                 not reach names rank 0.
-            CommitError: ``decide`` raised; every rank gets the text. Or this rank cannot reach the others.
+            CommitError: ``decide`` raised; every rank gets the text. Or this rank cannot reach the other ranks.
             StorageError: The shared directory failed.
             ClosedError: This world is closed.
         """
 
     def token(self, name: str) -> str:
-        """8 hexadecimal digits for a name: the same on all ranks, others in another run. Waits for no rank."""
+        """8 hexadecimal digits for a name: the same on all ranks, different in other runs. Waits for no rank."""
 
     def close(self) -> None:
-        """Delete what this world left. Rank 0 first waits, up to its timeout, until all ranks have read its answers."""
+        """Delete this world's messages. Rank 0 first waits until all ranks have read its answers, up to its timeout."""
 
 
 class SoloWorld:
@@ -85,12 +85,12 @@ class SoloWorld:
     store: object = None
 
     def __init__(self, *, by_wish: bool = True) -> None:
-        """Make a world; see the attributes."""
+        """Make a world of one rank; see the attributes."""
         self._run = secrets.token_hex(8)
         self.by_wish = by_wish
 
     def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
-        """Call ``decide`` at once. What it raises passes through unchanged."""
+        """Call ``decide`` at once. Its exceptions pass through unchanged."""
         return decide({0: payload})
 
     def token(self, name: str) -> str:
@@ -102,7 +102,7 @@ class SoloWorld:
 
 
 _openings: dict[str, Openings] = {}
-"""By name."""
+"""This process's openings in a framework's store, by the name of the directory."""
 _openings_lock = threading.Lock()
 
 
@@ -121,7 +121,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Location, time
         rank: The number of this rank, or None.
         world_size: The number of ranks, or None.
         directory: The directory of the checkpoints.
-        timeout: Seconds that each wait for the others may take.
+        timeout: Seconds that each wait for the other ranks may take.
 
     Raises:
         SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field. Or another process has
@@ -161,7 +161,7 @@ def refuse(directory: Location, timeout: float, tell: Callable[[World], object])
 
 
 class _Opening:
-    """The opening of one world in a framework's store. Its turn among those of this process is set when it is made."""
+    """The opening of one world in a framework's store. It joins the line of this process's openings when it is made."""
 
     def __init__(self, place: Place, name: str, timeout: float) -> None:
         self._place, self._name, self._timeout = place, name, timeout
@@ -171,12 +171,12 @@ class _Opening:
 
     @classmethod
     def of(cls, name: str, timeout: float) -> _Opening | None:
-        """The next opening; None where this rank is alone."""
+        """The next opening of a name; None if this rank is alone."""
         place = _place()
         return None if place is None else cls(place, name, timeout)
 
     def world(self) -> World:
-        """Open the world."""
+        """Open the world in the framework's store."""
         try:
             # a rank that gave up earlier than the others would report another outcome than they do
             keys = self._place.keys(self._timeout)
