@@ -1,4 +1,4 @@
-"""One container file: ZIP64 framing, index, ``data.pkl``, checksums and digests."""
+"""The container file that each rank writes: ZIP64 framing, index, ``data.pkl``, checksums and digests."""
 
 from datastates.container.checksums import crc32
 from datastates.container.file import Container, open_container

@@ -25,7 +25,7 @@ _FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
 _FOOTER_PATTERN = rb"datastates/(\d\d) index=([\da-f]{16})\+([\da-f]{16}) crc=([\da-f]{8})"
 FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
 GUESS = 1 << 16
-"""Bytes at the end of a file that an index is looked for in, at first."""
+"""Bytes at the end of a file that are read first to find the index."""
 ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
 
 
@@ -42,7 +42,7 @@ def encode_framing(records: Records, nest: Nest | None = None) -> memoryview:
 
 
 def pickle_place(records_end: int, nest: Nest | None = None) -> int:
-    """Where the data of ``data.pkl`` begins, given where the records end."""
+    """File offset in bytes of the data of ``data.pkl``, given the offset where the records end."""
     return zip_frames.pickle_place(records_end, ROOM + nest.tail_nbytes if nest else 0)
 
 
@@ -68,9 +68,9 @@ def nest_of(index: Index) -> Nest | None:
 
 
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
-    """Everything from ``index.records.end`` to the end of the file, and the index's CRC-32.
+    """Encode all bytes from ``index.records.end`` to the end of the file. Returns them, and the index's CRC-32.
 
-    ``nest`` is what :func:`nest_of` gives for the index. A caller that has it already passes it to save time.
+    ``nest`` is the result of :func:`nest_of` for the index. A caller that has it already passes it to save time.
     """
     begin = index.records.end
     nest = nest or nest_of(index)
@@ -86,12 +86,12 @@ def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[
 
 
 def is_ending(tail: bytes) -> bool:
-    """Whether a file's last bytes, some hundreds of them, are those of a container, perhaps of a damaged one."""
+    """Whether a file's last bytes, some hundreds of them, end a container, even a damaged one."""
     return zip_frames.INDEX_NAME in tail or tail[-FOOTER_NBYTES:].startswith(b"datastates/")
 
 
 def is_beginning(head: bytes) -> bool:
-    """Whether a file's first bytes, some tens of them, are those of a container that has records."""
+    """Whether a file's first bytes, some tens of them, begin a container that has records."""
     return head.startswith(b"PK\3\4") and head[30:].startswith(zip_frames.record_name(0))
 
 
@@ -101,7 +101,7 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a container's footer says of its index: offset in the file, length in bytes, and CRC-32."""
+    """A decoded footer. It describes the container's index: offset in the file, length in bytes, and CRC-32."""
 
     offset: int
     nbytes: int
@@ -146,7 +146,7 @@ def read_index(read: Read, file_nbytes: int) -> tuple[bytes, Footer]:
 
 
 def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
-    """The bytes that must lie between the storage records' data: for each stretch, its offset in the file and bytes."""
+    """The stretches of bytes that must lie between the records' data: the file offset and the bytes of each."""
     encoded = encode_framing(index.records, nest_of(index))
     result = []
     position = begin = 0

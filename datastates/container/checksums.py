@@ -1,4 +1,4 @@
-"""The checksums of the format, from the native core."""
+"""The checksums of the container format, CRC-32, computed by the native core."""
 
 from datastates._native import Digester, crc32, crc32_combine, crc32_shift
 

@@ -1,4 +1,4 @@
-"""``data.pkl`` of a container: the pickles of all providers, spliced into one. And that of a plain torch file."""
+"""Encodes ``data.pkl``: for a container, the pickles of all providers spliced into one; or for a plain torch file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datastates.state.shards import StoredArray
 
 @dataclass(frozen=True, slots=True)
 class ProviderState:
-    """What ``data.pkl`` holds of one provider.
+    """One provider's part of ``data.pkl``.
 
     Attributes:
         name: The provider's name: a top-level key.
         whole: The pickle of its whole value; None when the value is a mapping made of ``items``.
-        items: Each key with the pickle of an object, or with the place where an array is stored.
+        items: Each key with the pickle of an object, or with the place of a stored array.
     """
 
     name: str
@@ -29,7 +29,7 @@ class ProviderState:
 def encode_pickle(
     states: Sequence[ProviderState], offset: int, *, bare: bool = False
 ) -> tuple[bytes, tuple[StoredObject, ...]]:
-    """Splice the providers' pickles into one ``data.pkl``, and say where each object lies in the file.
+    """Splice the providers' pickles into one ``data.pkl``. Returns it, and the place of each object in the file.
 
     Args:
         states: The providers, in the order of the index.
@@ -75,6 +75,6 @@ def encode_pickle(
 
 
 def encode_arrays(arrays: Mapping[str, StoredArray]) -> bytes:
-    """A ``data.pkl`` that is one dict of arrays. Those that name one place share their storage when they are loaded."""
+    """Encode a ``data.pkl`` that is one dict of arrays. Arrays at the same place share their storage when loaded."""
     items = (pickle_writer.text(key) + pickle_writer.encode_array(one) for key, one in arrays.items())
     return pickle_writer.stream(b"".join([pickle_writer.MAPPING_BEGIN, *items, pickle_writer.MAPPING_END]))

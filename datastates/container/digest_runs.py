@@ -1,4 +1,4 @@
-"""Where a table's rows lie in their logical tensors, and the stretches of bytes that their digests are folded from."""
+"""The places of a table's rows in their logical tensors, and the stretches of bytes for computing their digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datastates.state.tensor_scan import ITEMSIZES, by_ndim, contiguous
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where rows lie in their logical tensors, in bytes; one entry for each row.
+    """The places of rows in their logical tensors, in bytes; one entry for each row.
 
     A *run* is a longest part of a row that is contiguous in the flattened logical tensor. All runs of a row have the
     same length. A *stretch* is ``count`` consecutive runs that are equally far apart in the logical tensor. A row's
@@ -26,7 +26,7 @@ class Places:
         table: The rows.
         nbytes: Length of the row's elements.
         total: Length of its logical tensor.
-        begin: Where in the logical tensor its first run begins.
+        begin: Offset of its first run in the logical tensor.
         run: Length of each of its runs.
         count: Number of runs in each of its stretches.
         step: Distance in the logical tensor from the begin of one run to the begin of the next in the same stretch.
@@ -53,12 +53,12 @@ class Places:
 
         Args:
             rows: Numbers of the rows; each row must have elements.
-            source: For each of these rows, the source that its elements lie in.
+            source: For each of these rows, the source that holds its elements.
             offset: For each of these rows, where in the source its elements begin. They must lie there in row-major
                 order, without gaps.
 
         Returns:
-            The stretches, by source, then by offset. Digest ``i`` is that of ``rows[i]``.
+            The stretches, by source, then by offset. Digest ``i`` belongs to ``rows[i]``.
         """
         length = self.count[rows] * self.run[rows]
         stretches = self.nbytes[rows] // length
@@ -118,13 +118,13 @@ def places_of(table: ShardTable) -> Places:
 
 
 def _last(marked: Bools) -> I64:
-    """The last marked column of each row; 0 where no column is marked."""
+    """The number of the last marked column of each row; 0 where no column is marked."""
     found: I64 = np.where(marked, np.arange(marked.shape[1]), 0).max(axis=1, initial=0)
     return found
 
 
 def _stretches(row: Row) -> I64:
-    """Where each stretch of a box begins in the logical tensor, in bytes from the begin of the first stretch."""
+    """Offset of each stretch of a box in the logical tensor, in bytes from the begin of the first stretch."""
     partial = [d for d, (a, b) in enumerate(zip(row.shape, row.global_shape, strict=True)) if a != b]
     outer = partial[-2]
     return grid(row.shape[:outer], row_major(row.global_shape)[:outer]) * row.dtype.itemsize

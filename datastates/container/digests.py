@@ -1,4 +1,4 @@
-"""Digests of logical tensors: CRC-32s that do not depend on how a tensor was cut into parts, or on who held them.
+"""Digests of logical tensors: CRC-32s that are the same however a tensor was cut into parts, on any ranks.
 
 The digest of a tensor is the CRC-32 of all its bytes. CRC-32 is linear, apart from its begin and end value. So each run
 of bytes *contributes* a number of its own: its raw CRC-32, shifted by the number of bytes that follow the run in the
@@ -34,7 +34,7 @@ _PIECE = 16 << 20
 
 
 def shift(raw: U32, nbytes: U64) -> U32:
-    """For each raw CRC-32, what it becomes after ``nbytes`` more zero bytes."""
+    """Each raw CRC-32, continued over ``nbytes`` more zero bytes."""
     return checksums.crc32_shift(np.ascontiguousarray(raw), np.ascontiguousarray(nbytes))
 
 
@@ -44,13 +44,13 @@ def constants(nbytes: U64) -> U32:
 
 
 def digest_of(contributed: int, nbytes: int) -> int:
-    """The digest of a tensor of so many bytes, from what all of its parts contribute: the CRC-32 of its bytes."""
+    """The digest (CRC-32) of a tensor of ``nbytes`` bytes, from the combined contributions of all its parts."""
     return contributed ^ int(constants(np.array([nbytes], np.uint64))[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPlan:
-    """How to compute the contributions of a table's rows, planned before the data is known.
+    """A plan to compute the contributions of a table's rows, made before the data is known.
 
     Attributes:
         known: For each row, 1 where it has a contribution.
@@ -84,13 +84,13 @@ class DigestPlan:
         return result
 
     def filled(self, record_crc: U32, digests: U32, table: ShardTable) -> ShardTable:
-        """The table with its digests filled in; the arguments are those of :meth:`contributions`."""
+        """The table with its digests filled in; arguments as for :meth:`contributions`."""
         digest = self.contributions(record_crc, digests, table)
         return replace(table, keys=table.packed_keys, digest=digest, digested=self.known)
 
 
 def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64) -> DigestPlan:
-    """Plan which of a table's rows have a digest, and how to compute it.
+    """Plan the digests of a table's rows: which rows have one, and how it is computed.
 
     A row has one when its elements lie in the record in row-major order without gaps, and are one run or runs of
     :data:`SHORTEST` bytes or more.
@@ -98,8 +98,8 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
     Args:
         table: The rows, checked.
         record_nbytes: Length of each record in bytes.
-        source: For each record, the source that it lies in.
-        begin: For each record, where in that source it begins, in bytes.
+        source: For each record, the source that holds it.
+        begin: For each record, its offset in that source, in bytes.
     """
     places, record = places_of(table), table.record
     known = places.in_order & (places.is_run | (places.run >= SHORTEST))
@@ -117,7 +117,7 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
 
 
 def contribution_of(places: Places, row: int, pieces: Iterable[Any]) -> int:
-    """What one part contributes to the digest of its logical tensor.
+    """The contribution of one stored part to the digest of its logical tensor.
 
     Args:
         places: The places of a table's rows.
@@ -137,12 +137,12 @@ def digester(runs: DigestRuns) -> checksums.Digester:
 
 
 def contribution(shard: Shard) -> int:
-    """What a live part contributes to the digest of its logical tensor; see :func:`contributions`."""
+    """The contribution of a live part to the digest of its logical tensor; see :func:`contributions`."""
     return next(contributions([shard]))
 
 
 def contributions(shards: Sequence[Shard]) -> Iterator[int]:
-    """What each live part contributes to the digest of its logical tensor, from its memory as it is now.
+    """The contribution of each live part to the digest of its logical tensor, from its memory as it is now.
 
     It copies parts on a device, and parts whose memory is not in row-major order, in pieces of some megabytes.
 

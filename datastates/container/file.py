@@ -43,7 +43,7 @@ class Container:
 
     @property
     def data_offset(self) -> U64:
-        """Where each storage record's data begins, in file order."""
+        """File offset in bytes of each storage record's data, in file order."""
         return self.index.records.data_offset
 
     @property
@@ -53,12 +53,12 @@ class Container:
 
     @property
     def shards(self) -> ShardTable:
-        """The arrays that lie in the records."""
+        """The table of the arrays in the records."""
         return self.index.shards
 
     @property
     def objects(self) -> list[ObjectEntry]:
-        """The objects, in their order."""
+        """The objects of the container, in the order of its index."""
         names, rank = self.index.shards.providers, int(self.index.identity["rank"])
         return [
             ObjectEntry(
@@ -79,7 +79,7 @@ class Container:
 
     @property
     def checked(self) -> bool:
-        """True: all that is read is verified by the checksums of chunks."""
+        """True: the checksums of chunks verify all data that is read."""
         return True
 
     def record_crc(self, record: int) -> int:
@@ -104,14 +104,14 @@ class Container:
         return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
     def read_object(self, stored: StoredObject) -> bytes:
-        """Read the opcodes of an object; raises CorruptError where they do not match their checksum."""
+        """Read the opcodes of an object; raises CorruptError if they do not match their checksum."""
         data = store_of(self.path).read(self.path, stored.offset, stored.nbytes)
         if checksums.crc32(data) != stored.crc:
             raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
         return data
 
     def read_row(self, row: Row) -> memoryview:
-        """The bytes from a row's first element to its last, in whole chunks that are verified; raises CorruptError."""
+        """Read the bytes from a row's first element to its last, and verify their chunks; raises CorruptError."""
         index, nbytes = self.index, span(row.shape, row.stride) * row.dtype.itemsize
         if not nbytes:
             return memoryview(b"")
@@ -140,7 +140,7 @@ def open_container(path: Location) -> Container:
 
 @dataclass(frozen=True, slots=True)
 class EncodedIndex:
-    """What was read of a container to open it: the file's length, the encoded index, and the footer."""
+    """The data that a container is opened by: the file's length, the encoded index, and the footer."""
 
     path: Location
     nbytes: int
@@ -149,7 +149,7 @@ class EncodedIndex:
 
 
 def read_index(path: Location) -> EncodedIndex:
-    """Read what a container is opened by; raises as :func:`open_container` does."""
+    """Read the length, index and footer of a container; raises as :func:`open_container` does."""
     nbytes = store_of(path).length(path)
     with _naming(path):
         return EncodedIndex(path, nbytes, *archive.read_index(reader(path), nbytes))
@@ -182,12 +182,12 @@ class Named:
     def of(
         cls, path: Location, nbytes: int, index_crc: int, *, step: int | None, rank: int, ranks: int, attempt: str
     ) -> Named:
-        """The container of a rank in a checkpoint of several ranks, or of one."""
+        """Name the container of one rank in a checkpoint of ``ranks`` ranks."""
         return cls(path, nbytes, index_crc, {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt})
 
 
 def will_open(named: Iterable[Named]) -> None:
-    """Ask the system for the indexes of containers, before it is asked for data that they would have to wait for."""
+    """Ask the system to read the indexes of containers now, before requests for data that would delay them."""
     for one in named:
         store_of(one.path).will_need(one.path, max(0, one.nbytes - archive.GUESS), archive.GUESS)
 

@@ -1,4 +1,4 @@
-"""The index of a container: what it holds and where, stored as columns. Decoding it checks every number."""
+"""The index of a container, which lists its arrays and objects and their places. Decoding it checks every number."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MAX_CRC = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object in ``data.pkl``: the place, in the file, of the opcodes that push it.
+    """The place of an object in a container: the opcodes in ``data.pkl`` that push it.
 
     Attributes:
         provider: Number of its provider.
         key: Its key within the provider; empty when it is the provider's whole value.
-        offset: Where the opcodes begin in the file.
-        nbytes: How many bytes they are.
-        crc: Their CRC-32.
+        offset: File offset of the opcodes in bytes.
+        nbytes: Length of the opcodes in bytes.
+        crc: CRC-32 of the opcodes.
     """
 
     provider: int
@@ -43,17 +43,17 @@ class StoredObject:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """What a container holds, and where.
+    """The index of a container: its records, arrays and objects, and their places in the file.
 
     Attributes:
-        identity: What tells this container from every other: ``step``, ``rank``, ``world_size`` and ``attempt``, a
+        identity: Tells this container from every other: ``step``, ``rank``, ``world_size`` and ``attempt``, a
             random name that all containers of one snapshot share.
         records: The storage records.
         chunk_crc: CRC-32 of each chunk of :data:`~datastates._base.sizes.CHUNK` bytes of each record, records end to
             end.
         shards: The arrays that lie in the records.
         objects: The objects in ``data.pkl``.
-        pickle_offset, pickle_nbytes, pickle_crc: Where the data of ``data.pkl`` is in the file, and its CRC-32.
+        pickle_offset, pickle_nbytes, pickle_crc: The place of the data of ``data.pkl`` in the file, and its CRC-32.
         nested: Whether each record is an archive by itself: see :mod:`datastates.container.nested_archives`.
     """
 
@@ -69,7 +69,7 @@ class Index:
 
     @cached_property
     def first_chunk(self) -> I64:
-        """Where each record's checksums begin in ``chunk_crc``; the last entry is the total number of chunks."""
+        """Number of each record's first checksum in ``chunk_crc``; the last entry is the total number of chunks."""
         counts = -(-self.records.nbytes.astype(np.int64) // CHUNK)
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
 

@@ -1,4 +1,4 @@
-"""The keys of an index: strings laid end to end, and rows found by their full keys."""
+"""The keys of an index: packs strings end to end, and finds rows by their full keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PackedKeys(Sequence[str]):
     """
 
     def __init__(self, data: bytes, nbytes: U32) -> None:
-        """Keep both; raises FormatError when the lengths do not add up or a string is not valid UTF-8."""
+        """Keep data and lengths; raises FormatError if the lengths do not add up or a string is not valid UTF-8."""
         self.data = data
         self.nbytes = nbytes
         self._end: I64 = np.cumsum(nbytes, dtype=np.int64)
@@ -61,7 +61,7 @@ class PackedKeys(Sequence[str]):
             raise FormatError("index: the keys are not text (one ends within a character)")
 
     def __len__(self) -> int:
-        """How many strings there are."""
+        """The number of strings."""
         return len(self.nbytes)
 
     @overload
@@ -69,7 +69,7 @@ class PackedKeys(Sequence[str]):
     @overload
     def __getitem__(self, i: slice) -> list[str]: ...
     def __getitem__(self, i: int | slice) -> str | list[str]:
-        """The string of that number."""
+        """The string of this number, or the strings of a slice of numbers."""
         if isinstance(i, slice):
             return [self[n] for n in range(*i.indices(len(self)))]
         return self.encoded(i).decode("utf-8", "surrogatepass")
@@ -96,7 +96,7 @@ class PackedKeys(Sequence[str]):
         return [data[a:b] for a, b in zip(begin, end.tolist(), strict=True)]
 
     def encoded(self, i: int) -> bytes:
-        """The string of that number as UTF-8."""
+        """The string of this number as UTF-8."""
         end = int(self._end[i])
         return self.data[end - int(self.nbytes[i]) : end]
 
@@ -157,13 +157,13 @@ class KeyLookup(Mapping[str, int]):
         for i in sorted(same.tolist()):
             self._colliding.setdefault((int(provider[i]), keys.encoded(i)), []).append(i)
         self.repeated = [rows for rows in self._colliding.values() if len(rows) > 1]
-        """The numbers of the rows that have their key in common, for each such key."""
+        """For each key that several rows have, the numbers of these rows."""
         self.is_first: Bools = np.ones(len(hashes), bool)
         """For each row, whether no row before it has its key."""
         self.is_first[[i for rows in self.repeated for i in rows[1:]]] = False
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """The number of different full keys."""
         return int(self.is_first.sum())
 
     def __iter__(self) -> Iterator[str]:
@@ -177,11 +177,11 @@ class KeyLookup(Mapping[str, int]):
                 yield f"{self._names[number]}/{key}" if key else self._names[number]
 
     def __getitem__(self, full: str) -> int:
-        """The number of the first row with that full key; raises KeyError when there is none."""
+        """The number of the first row with this full key; raises KeyError if there is none."""
         return self.find([full])[full][0]
 
     def find(self, fulls: Sequence[str]) -> dict[str, list[int]]:
-        """The numbers of the rows with these full keys; keys without a row are left out.
+        """The numbers of all rows with each of these full keys; keys without a row are left out.
 
         Looking up many keys at once takes a few microseconds each, one alone takes a hundred.
         """
@@ -193,7 +193,7 @@ class KeyLookup(Mapping[str, int]):
         return found
 
     def rows(self, asked: AskedKeys) -> tuple[I64, I64]:
-        """The numbers of the asked keys that have rows, ascending, and of the rows: an entry for each row."""
+        """Find the rows with any of the asked keys. Returns two columns, an entry for each row: key and row numbers."""
         which, provider, exact, hashes = asked.of(self._names)
         if not which.size or not self._hashes.size:
             return which[:0], which[:0]
@@ -210,18 +210,18 @@ class KeyLookup(Mapping[str, int]):
 
 
 class AskedKeys:
-    """Full keys to look up in any number of tables. What depends on a table's providers only is worked out once."""
+    """Full keys to look up in any number of tables. They are split and hashed once for tables of the same providers."""
 
     def __init__(self, fulls: Sequence[str]) -> None:
-        """Take the keys."""
+        """Remember the full keys."""
         self._fulls = fulls
         self._known: dict[tuple[str, ...] | None, tuple[I64, U32, list[bytes], U64]] = {}
 
     def of(self, names: tuple[str, ...] | None) -> tuple[I64, U32, list[bytes], U64]:
-        """What may be in a table whose providers have these names as parts of keys; None for full keys.
+        """The keys that may be in a table whose providers have these ``names``; None for a table of full keys.
 
         Returns:
-            The numbers of these keys, and for each the provider's number, the key within the provider, and its hash.
+            Columns with an entry for each such key: its number, its provider's number, key in the provider, and hash.
         """
         if names not in self._known:
             numbers = {name: number for number, name in enumerate(names or ())}
@@ -235,7 +235,7 @@ class AskedKeys:
 
 
 def _place(full: object, numbers: Mapping[str, int] | None) -> tuple[int, str] | None:
-    """The provider's number and the key within it; None if no row can have that full key."""
+    """Split a full key into the provider's number and the key within the provider; None if no row can have it."""
     if numbers is None or not isinstance(full, str):
         return (0, full) if isinstance(full, str) else None
     name, slash, key = full.partition("/")

@@ -1,4 +1,4 @@
-"""Logical tensors, put together from the parts that several containers hold."""
+"""Puts logical tensors together from the parts in several containers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Logical:
         return _numel(row for _, _, row in self.parts) == math.prod(self.shape)
 
     def digest(self, contributions: Sequence[int | None]) -> int | None:
-        """Its digest, from the parts' contributions; None where a part or a contribution is missing."""
+        """The tensor's digest, from the parts' contributions; None where a part or a contribution is missing."""
         found = _folded(contributions) if self.is_complete else None
         return None if found is None else digest_of(found, math.prod(self.shape) * BY_NAME[self.dtype].itemsize)
 
     @property
     def stored_digest(self) -> int | None:
-        """The digest; None unless all parts are stored and were digested at the save."""
+        """The tensor's digest as saved; None unless all parts are stored and were digested at the save."""
         return self.digest([row.digest for _, _, row in self.parts])
 
 
 def contributed(rows: Sequence[Row]) -> int | None:
-    """What the rows of one tensor contribute to its digest; None where a part or a contribution is missing."""
+    """The combined contribution of one tensor's rows to its digest; None where a part or a contribution is missing."""
     is_complete = rows and _numel(rows) == math.prod(rows[0].global_shape)
     return _folded([row.digest for row in rows]) if is_complete else None
 
@@ -55,7 +55,7 @@ def _numel(rows: Iterable[Row]) -> int:
 
 
 def _folded(contributions: Sequence[int | None]) -> int | None:
-    """The contributions of all parts, combined; None if one is unknown."""
+    """The combined contribution of all parts; None if one is unknown."""
     known = [one for one in contributions if one is not None]
     return functools.reduce(operator.xor, known, 0) if len(known) == len(contributions) else None
 

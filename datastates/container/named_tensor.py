@@ -1,4 +1,4 @@
-"""A tensor that a file will hold under a name."""
+"""Describes a tensor that is to be written into a file under a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datastates.state.dtypes import BY_NAME
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file.
+    """One tensor of a file that is to be written.
 
     Attributes:
         key: Its full key in the checkpoint.
@@ -26,5 +26,5 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its length in the file."""
+        """Length of the tensor in the file, in bytes."""
         return math.prod(self.shape) * BY_NAME[self.dtype].itemsize

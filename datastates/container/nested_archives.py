@@ -22,7 +22,7 @@ from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
 ROOM = 80
-"""Where in a local header the nested bytes begin; the header's own fields are always shorter."""
+"""Offset of the nested bytes in a local header; the header's own fields are always shorter."""
 CRC_PLACES = (DESCRIPTOR_CRC, DESCRIPTOR + ROOM + zip_frames.CENTRAL_CRC)
 """Where a record's CRC-32 stands, from its descriptor's begin: in the descriptor, and in its archive's directory."""
 
@@ -32,7 +32,7 @@ _NAME = zip_frames.record_name(0)
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What a tensor's archive holds besides the tensor: records, end to end, and what its directory says of them."""
+    """A tensor's archive without the tensor: its other records, end to end, and their entries for the directory."""
 
     leading: bytes
     entries: tuple[tuple[bytes, int, int, int], ...]
@@ -91,13 +91,13 @@ class Nest:
         self.tail_nbytes = int(self._ending[-1]) if len(arrays) else 0
 
     def places(self, records: Records) -> tuple[I64, I64]:
-        """Where each archive begins in the file, and its length in bytes."""
+        """The file offset and the length of each archive, in bytes."""
         header = records.header_offset.astype(np.int64)
         begin = header + self._leading_at
         return begin, np.append(header, records.end)[1:] + ROOM + self._ending - begin
 
     def put(self, framing: memoryview, records: Records) -> None:
-        """Write all nested bytes, except the last archive's ending, into what :func:`zip_frames.encode_frames` made.
+        """Write all nested bytes, except the last archive's ending, into frames of :func:`zip_frames.encode_frames`.
 
         Raises:
             FormatError: A local header is too short for the nested bytes.

@@ -1,4 +1,4 @@
-"""What a file lists of an object: its key, its place, and a way to look into it without running code."""
+"""The entry of an object in a file: its key, its place, and a function that reads it without running code."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from datastates.state.nested import leaves
 from datastates.state.shards import StoredArray
 
 Survey = Callable[[Callable[[StoredArray], object]], "tuple[Any, bool]"]
-"""Given what stands for each array, returns an object as :func:`datastates.container.pickle_reader.survey` does."""
+"""Reads an object like :func:`datastates.container.pickle_reader.survey`, given a function that supplies arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectEntry:
-    """An object of a file.
+    """An object of a file, listed but not built.
 
     Attributes:
         key: Its full key.
         rank: The rank that saved it; 0 where the file does not say.
         survey: Reads it, and builds nothing that would run code of its classes.
-        stored: Stands for it as stored: entries with an equal one hold the same.
-        offset, nbytes, crc: The place of its opcodes in the file, and their CRC-32; None where it has no such place.
+        stored: Stands for its stored bytes: entries with equal ``stored`` hold the same object.
+        offset, nbytes, crc: The place of its opcodes in the file, in bytes, and their CRC-32; None where unknown.
     """
 
     key: str

@@ -17,7 +17,7 @@ from datastates.errors import FormatError
 
 
 def find(module: str, name: str) -> type | None:
-    """The enumeration or plain dataclass of that name at the top level of an imported module, or None."""
+    """The enumeration or plain dataclass with this name at the top level of an imported module, or None."""
     held = loaded(module)
     # vars(), not getattr(): a module's own __getattr__ may import other modules
     found = vars(held).get(name) if isinstance(held, ModuleType) else None

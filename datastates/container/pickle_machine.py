@@ -1,6 +1,6 @@
-"""The opcodes that picklers write, of protocols 1 to 5, and how much memory a stream of them may ask for.
+"""Executes the opcodes that picklers write, of protocols 1 to 5, and limits the memory that a stream may ask for.
 
-What a stream may call, and which names it may look up, :mod:`datastates.container.pickle_reader` decides.
+:mod:`datastates.container.pickle_reader` decides which functions a stream may call, and which names it may look up.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _OPCODES = (
 # fmt: on
 _CONTAINERS = (*("MARK", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), *("TUPLE1", "TUPLE2", "TUPLE3"))
 _BYTES_EACH = 3
-"""A pickler writes at least so many bytes for each container, those that put it into the memo included."""
+"""A pickler writes at least so many bytes for each container, including the bytes that put it into the memo."""
 _BYTES_EACH_MEMOIZED = 2
-"""The same from protocol 4 on, where one byte puts it into the memo."""
+"""As ``_BYTES_EACH``, from protocol 4 on, where one byte puts a container into the memo."""
 _MEMOIZES = 4
 _SLACK = 4096
 
@@ -36,7 +36,7 @@ _PurePython: Any = pickle._Unpickler  # typeshed does not describe the pure Pyth
 
 
 def _charged(load: Callable[[Any], None]) -> Callable[[Machine], None]:
-    """The function for an opcode that makes a container: it charges the machine for it first."""
+    """Wrap the function of an opcode that makes a container, so that it charges the machine for the container first."""
 
     def charged(machine: Machine) -> None:
         machine.charge(1)
@@ -62,11 +62,11 @@ class Machine(_PurePython):  # type: ignore[misc]
         self._made = 0
 
     def at(self) -> int:
-        """How many bytes have been read."""
+        """The number of bytes that have been read."""
         return self._file.tell()
 
     def seek(self, at: int) -> None:
-        """Go on at another byte."""
+        """Continue at the byte with this offset."""
         self._file.seek(at)
 
     def charge(self, containers: int) -> None:
@@ -77,14 +77,14 @@ class Machine(_PurePython):  # type: ignore[misc]
             raise FormatError("more containers than a pickle of this length can hold")
 
     def _left(self, field: str) -> int:
-        """The length that the stream states next, of what the rest of the stream must hold."""
+        """Read a length from the stream; raises FormatError if the rest of the stream is shorter."""
         (length,) = struct.unpack(field, self.read(struct.calcsize(field)))
         if length > len(self.data) - self.at():
             raise FormatError("a pickle that ends within a value")
         return int(length)
 
     def load_frame(self) -> None:
-        """Pass over the header of a frame: it serves those who read a stream from a file in pieces."""
+        """Pass over the header of a frame: only readers of a file in pieces need it."""
         self._left("<Q")
 
     def load_bytearray8(self) -> None:

@@ -1,6 +1,6 @@
-"""Reads an object that holds only containers, plain values and arrays in one native pass.
+"""Reads objects of only containers, plain values and arrays in one native pass.
 
-It reads what this package writes for a ``state_dict``, some twenty times as fast as
+It reads the pickles that this package writes for a ``state_dict``, some twenty times as fast as
 :mod:`datastates.container.pickle_reader`. That module must read all other objects.
 """
 

@@ -1,4 +1,4 @@
-"""What an untrusted pickle may call, and with which arguments: only those that the classes' own pickles hold.
+"""The calls that an untrusted pickle may make: only functions and arguments that the classes' own pickles hold.
 
 A pickle names functions and gives them arguments. A few bytes can ask for terabytes, or make NumPy believe that memory
 holds objects. So the functions here check their arguments first, and raise FormatError.
@@ -27,7 +27,7 @@ from datastates.state import dtypes
 
 
 class TorchName:
-    """A reference to a torch global that the reader understands without torch."""
+    """A reference to a torch global, such as an element type, that the reader understands without torch."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,7 +48,7 @@ def name_in_torch(value: Any) -> str:
 
 
 def torch_if(wanted: bool) -> Any:
-    """The module torch; None if it is not wanted, or not installed."""
+    """The module ``torch``; None if it is not wanted, or not installed."""
     if not wanted:
         return None
     try:
@@ -59,7 +59,7 @@ def torch_if(wanted: bool) -> Any:
 
 
 def size(sizes: Any) -> tuple[int, ...]:
-    """What stands for ``torch.Size`` where torch is not installed."""
+    """Make a tuple of sizes, in place of ``torch.Size``, where torch is not installed or not wanted."""
     if not are_sizes(sizes):
         raise FormatError("a shape is not made of sizes")
     return tuple(sizes)
@@ -74,7 +74,7 @@ def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
 
 
 def numpy_dtype(*args: Any) -> Any:
-    """Make a NumPy dtype, which :func:`set_numpy_dtype` completes."""
+    """Make a NumPy dtype from a pickle's arguments; :func:`set_numpy_dtype` completes it."""
     # NumPy writes a name, align=False and copy=True; because of the copy, BUILD changes no dtype of this process
     match args:
         case (str(), False, True):
@@ -89,7 +89,7 @@ _REGISTERED = 2
 
 
 def _ml_dtype(name: str) -> Any:
-    """A type of ml_dtypes, which a NumPy dtype is made from.
+    """The type of ml_dtypes with this name, to make a NumPy dtype from.
 
     Raises:
         ImportError: ml_dtypes is not installed, or lacks the type.
@@ -153,7 +153,7 @@ def set_numpy_array(array: Any, state: Any) -> None:
 
 
 def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """An array as NumPy pickles it by protocol 5."""
+    """Make an array from the arguments that NumPy writes into a pickle of protocol 5."""
     if not isinstance(data, bytes | bytearray) or not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise FormatError("a NumPy array is made from something else than bytes and a type without objects")
     fits = are_sizes(shape) and len(data) == math.prod(shape) * dtype.itemsize
@@ -183,11 +183,11 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 _MAX_KEY = 10_000
-"""Most parts of one mapping key, those of nested tuples included: a tuple repeated many levels deep hashes for ever."""
+"""Most parts of one mapping key, nested tuples included: a tuple repeated many levels deep hashes for ever."""
 
 
 def check_key(key: object) -> None:
-    """Raise FormatError for a key that would take for ever to hash."""
+    """Raise FormatError for a key of a mapping that would take for ever to hash."""
     left, parts = _MAX_KEY, [key]
     while parts:
         part = parts.pop()
@@ -230,7 +230,7 @@ def _are_of_fraction(args: Any) -> bool:
 
 
 def _are_of_time(size: int) -> Callable[[Any], bool]:
-    """A check for ``size`` bytes, as ``datetime`` packs them, and perhaps a time zone."""
+    """A check of arguments for ``datetime`` classes: ``size`` packed bytes, and perhaps a time zone."""
     return lambda args: (
         0 < len(args) < 3
         and (type(args[0]) is bytes and len(args[0]) == size)

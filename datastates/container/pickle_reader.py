@@ -1,6 +1,6 @@
-"""Reads ``data.pkl`` without running code from it: only vetted calls.
+"""Reads ``data.pkl`` without running code from it: it makes only vetted calls.
 
-Needs no torch. :mod:`datastates.container.pickle_writer` writes what it reads.
+Needs no torch. :mod:`datastates.container.pickle_writer` writes such pickles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
 _STORAGES = {*dtypes.BY_STORAGE, *pickle_torch.QUANTIZED}
 _VALUES = {*dtypes.TORCH, *pickle_torch.VALUES}
 _NAMES_OF_PYTHON_3 = 3
-"""The protocol from which on a pickler writes names as they are. Before it writes those of Python 2."""
+"""The protocol from which on a pickler writes names as they are. Before, it writes names of Python 2."""
 _CLASSES = (
     "torch.Tensor",
     "torch.Size",
@@ -38,7 +38,7 @@ _CLASSES = (
     "torch.nn.parameter.Parameter",
     f"torch.{pickle_torch.JAGGED}",
 )
-"""Classes of torch that may be values."""
+"""Classes of torch that a pickle may hold as values."""
 
 
 class _Reader(TensorReader):
@@ -169,7 +169,7 @@ class _Reader(TensorReader):
         return pickle_torch.declared() if self._with_torch else {}
 
     def _is_type_of_array(self) -> bool:
-        """Whether an element type that is looked up now is an array's, and nothing else refers to it.
+        """Whether the element type that is being looked up belongs to an array, and nothing else refers to it.
 
         It is then the last argument, and is not put into the memo.
         """
@@ -178,7 +178,7 @@ class _Reader(TensorReader):
         return self.data[at : at + 1] == pickle.TUPLE and above[-1:] == [self._rebuild_tensor_v3]
 
     def _of_torch(self, name: str) -> Any:
-        """A value or a class of torch, or what stands for it without torch."""
+        """The value or class of torch with this name; without torch, its stand-in."""
         if (torch := pickle_policy.torch_if(self._with_torch)) is not None:
             return operator.attrgetter(name)(torch)
         if name == "device":
@@ -220,14 +220,14 @@ class _Reader(TensorReader):
 
 
 def needs_trust(names: Collection[str]) -> list[str]:
-    """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
+    """The names, as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
     known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *pickle_torch.declared(), *REBUILDS, *_CLASSES}
     others = (n for n in names if n not in known and n.removeprefix("torch.") not in _VALUES)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 
 class _Surveyor(_Reader):
-    """Reads containers and plain values, and leaves what else there is unbuilt, also what no reader could build."""
+    """Reads containers and plain values. Leaves all other objects unbuilt, even if no reader could build them."""
 
     complete = True
 
@@ -237,7 +237,7 @@ class _Surveyor(_Reader):
 
     def load_reduce(self) -> None:
         function, arguments = self.stack[-2:]
-        known = self._is_rebuild(function)  # what such a function refuses is damage
+        known = self._is_rebuild(function)  # arguments that such a function refuses are damage
         below = len(self.stack) - 2
         try:
             super().load_reduce()
@@ -321,16 +321,16 @@ def loads(
 
     Args:
         data: A whole pickle stream.
-        resolve: Supplies the object that stands for each stored array. For a storage that is a value itself, that is an
+        resolve: Supplies an object in place of each stored array. For a storage that is a value itself, it gets an
             array of the bytes of a whole record.
         trust: ``"all"``, or the classes and functions, as ``module.qualname``, that may be used beside the safe ones.
-        with_torch: Whether to import torch where it is installed, to build what is of torch. Without it, a shape is a
+        with_torch: Whether to import torch where it is installed, to build torch's objects. Without it, a shape is a
             tuple, and a :class:`~datastates.container.pickle_policy.TorchName` stands for an element type.
 
     Raises:
         TrustError: It needs a class that is not trusted.
         FormatError: It is not a pickle of this dialect.
-        ImportError: ``resolve`` raised it, or an object is of torch, which is not installed or not wanted.
+        ImportError: ``resolve`` raised it, or only torch builds an object, and is not installed or not wanted.
         TypeError: ``trust`` is neither ``"all"`` nor a list of names.
     """
     return _read(_Reader(data, resolve, trust, with_torch=with_torch))
@@ -345,17 +345,17 @@ def survey(
 ) -> tuple[Any, bool]:
     """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
 
-    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
+    The value does not depend on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
 
     Returns:
-        The value, and whether it is complete, so that nothing is left to be built.
+        The value, and whether it is complete: no object is left unbuilt.
     """
     reader = _Surveyor(data, resolve, trust, with_torch=with_torch)
     return _read(reader), reader.complete
 
 
 def check_trust(trust: Trust) -> None:
-    """Raise TypeError for what is neither ``"all"`` nor a list of names."""
+    """Raise TypeError if ``trust`` is neither ``"all"`` nor a list of names."""
     if trust != "all" and (isinstance(trust, str) or not all(isinstance(name, str) for name in trust)):
         raise TypeError(f'trust: "all" or a list of names such as "module.Class", not {trust!r}')
 

@@ -1,7 +1,7 @@
-"""Reads pickles that others wrote, with classes of the caller's in the place of named ones.
+"""Reads other tools' pickles, with the caller's classes in the place of named classes.
 
-Like a survey of :mod:`datastates.container.pickle_reader` it runs no code of the classes that the pickle names, and
-leaves objects of those without a stand-in unbuilt.
+Like a survey of :mod:`datastates.container.pickle_reader`, it runs no code of the classes that the pickle names, and
+leaves objects of classes without a stand-in unbuilt.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def read(data: bytes, classes: Mapping[str, type], constant: Callable[[str], str
 
     Args:
         data: A whole pickle stream.
-        classes: A class by the name of each class or function, as ``module.qualname``, that it stands for. The pickle
-            may call it and set its objects' state in any way: it must be made for that.
-        constant: Given the name of anything else, returns a text that stands for it; None where none does.
+        classes: Stand-in classes, each by the name of a class or function in the pickle, as ``module.qualname``. The
+            pickle may call them and set their objects' state in any way: they must be made for that.
+        constant: Given any other name, returns a text in its place, or None to leave it unbuilt.
 
     Raises:
         FormatError: It cannot be read.

@@ -1,4 +1,4 @@
-"""Reads the tensors and storages in a pickle: what stands for each is supplied, and no code of the pickle runs."""
+"""Reads the tensors and storages in a pickle. The caller supplies an object for each; no code of the pickle runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from datastates.state.shards import StoredArray
 
 @dataclass(eq=False)
 class Storage(Unbuilt):
-    """A storage in a file, which a tensor is made of.
+    """A reference in a pickle to a storage in the file, from which a tensor is made.
 
     Attributes:
         record: The name of its record.
         kind: The name of its class in torch.
-        numel: Its elements; bytes where its class has no type.
+        numel: Number of its elements; of its bytes if its class has no element type.
     """
 
     record: str
@@ -33,22 +33,22 @@ class Storage(Unbuilt):
 
     @property
     def dtype(self) -> str | None:
-        """The type of plain elements; None where it has none, or holds quantized ones."""
+        """The name of its element type; None if it has none, or its elements are quantized."""
         dtype = dtypes.BY_STORAGE.get(self.kind)
         return None if dtype is None else dtype.name
 
     @property
     def elements(self) -> tuple[str, int]:
-        """The torch name of its type as a storage, and the bytes of an element."""
+        """Torch's name of its element type, and the bytes of an element; see :func:`elements_of`."""
         return elements_of(self.kind)
 
 
 UNTYPED = "UntypedStorage"
-"""The class of storages without a type."""
+"""The name of torch's class of storages without an element type."""
 
 
 def elements_of(kind: str) -> tuple[str, int]:
-    """The torch name of the type of a storage's elements, and the bytes of one, by the name of the storage's class."""
+    """Torch's name of a storage's element type, and the bytes of an element, given the name of the storage's class."""
     if kind in pickle_torch.QUANTIZED:
         return pickle_torch.QUANTIZED[kind][:2]
     dtype = dtypes.BY_STORAGE.get(kind, dtypes.BY_NAME["uint8"])
@@ -88,7 +88,7 @@ REBUILDS = {
 
 
 class TensorReader(Machine):
-    """A pickle machine that knows tensors. A subclass says which other functions may be called: ``_may_call``."""
+    """A pickle machine that reads tensors. Its subclasses decide which other functions may be called: ``_may_call``."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class TensorReader(Machine):
         self._with_torch = with_torch
         self._rebuilds = [getattr(self, name) for name in REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
-        """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
+        """By id: the objects of trusted names, and the results of calling them. Only these are unrestricted."""
         self._storages: dict[tuple[str, str], Any] = {}
         """By record and class: the storages that are values."""
 
@@ -119,7 +119,7 @@ class TensorReader(Machine):
             super().load_global()
 
     def _load_array(self, match: re.Match[bytes]) -> bool:
-        """Read a whole array at once; False when it has to be read opcode by opcode."""
+        """Read a whole array at once; returns False if it has to be read opcode by opcode."""
         storage, length, record, numel, offset, shape, stride, grad = match.groups()
         dtype = dtypes.BY_STORAGE.get(storage.decode())
         (elements,) = _integers(numel)
@@ -134,7 +134,7 @@ class TensorReader(Machine):
     dispatch = {**Machine.dispatch, pickle.GLOBAL[0]: load_global}  # noqa: RUF012 - as the base class's
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage: its place where a tensor is made of it, else what torch builds."""
+        """Read a reference to a storage. Gives a :class:`Storage` for a tensor, else a storage built by torch."""
         match pid:
             case ("storage", pickle_policy.TorchName(name=kind), str(record), str(), int(numel)) if numel >= 0:
                 stored = Storage(record, kind, numel)
@@ -148,7 +148,7 @@ class TensorReader(Machine):
         return self._storages[record, kind]
 
     def _is_of_tensor(self) -> bool:
-        """Whether what is read now is the first argument of a function that makes a tensor, perhaps of a subclass."""
+        """Whether the value being read is the first argument of a call that makes a tensor, perhaps of a subclass."""
         above = self.metastack[-1] if self.metastack else []
         return not self.stack and any(map(self._is_rebuild, above[-2:]))
 
@@ -162,7 +162,7 @@ class TensorReader(Machine):
             raise ImportError(f"{what} is built by torch only, which is not installed, or not wanted: framework='np'")
 
     def _late(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
-        """What torch makes of arrays that have been read."""
+        """Let torch make an object from arrays that have been read. ``name`` is its name in messages."""
         self._need_torch(name)
         return make(*arguments)
 

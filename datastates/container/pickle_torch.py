@@ -1,4 +1,4 @@
-"""What an untrusted pickle may have torch build, and from which arguments. All functions raise FormatError for others.
+"""Builds torch's objects for an untrusted pickle. All functions raise FormatError for arguments torch does not write.
 
 They need torch, or the elements of arrays: they are called only once the arrays have been read.
 """
@@ -37,7 +37,7 @@ _LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "spars
 
 
 def layout(name: Any) -> Any:
-    """A layout by its name."""
+    """Torch's layout with this name, such as ``torch.sparse_coo``."""
     if name not in _LAYOUTS:
         raise FormatError("not a layout of torch")
     import torch
@@ -50,7 +50,7 @@ def _are_tensors(values: Any) -> bool:
 
 
 def sparse(layout: Any, parts: Any) -> Any:
-    """A sparse tensor of a layout."""
+    """Make a sparse tensor of a layout from its four parts, with checked indices."""
     # torch's own rebuild function does not check the indices, but those of a file must be checked
     import torch
 
@@ -72,7 +72,7 @@ def sparse(layout: Any, parts: Any) -> Any:
 
 
 def nested(buffer: Any, *parts: Any) -> Any:
-    """A nested tensor over a buffer, of the sizes, strides and offsets of its tensors."""
+    """Make a nested tensor over a buffer, from the sizes, strides and offsets of its tensors."""
     import torch
 
     if len(parts) != 3 or not _are_tensors((buffer, *parts)):
@@ -90,7 +90,7 @@ def nested(buffer: Any, *parts: Any) -> Any:
 
 
 def jagged(arguments: Any) -> Any:
-    """A nested tensor with the layout ``torch.jagged``, by the names of its parts."""
+    """Make a nested tensor with the layout ``torch.jagged`` from its parts, by their names."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
     match arguments:
@@ -121,7 +121,7 @@ def jagged(arguments: Any) -> Any:
 
 
 def meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
-    """A tensor without elements."""
+    """Make a tensor without elements, on the device ``meta``."""
     import torch
 
     if not (
@@ -135,7 +135,7 @@ def meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
 
 
 def generator(device: Any) -> Any:
-    """A random number generator for a device."""
+    """Make a random number generator for a device."""
     import torch
 
     if type(device) is not torch.device:
@@ -167,7 +167,7 @@ def set_generator(generator: Any, state: Any) -> None:
 
 
 def quantized(data: Any, kind: str, offset: Any, shape: Any, stride: Any, quantizer: Any, requires_grad: Any) -> Any:
-    """A quantized tensor over the bytes of its storage, a storage of ``kind``."""
+    """Make a quantized tensor over the bytes of its storage, which is of the class ``kind``."""
     import torch
 
     dtype, itemsize, packed = QUANTIZED[kind]
@@ -193,7 +193,7 @@ def quantized(data: Any, kind: str, offset: Any, shape: Any, stride: Any, quanti
 
 
 def with_metadata(tensor: Any, metadata: Any) -> Any:
-    """A view of a tensor whose elements are the conjugate or the negative of what is stored."""
+    """Mark a tensor as the conjugate or the negative of its stored elements; returns it."""
     import torch
 
     if not _are_tensors((tensor,)) or type(metadata) is not dict or not metadata.keys() <= {"conj", "neg"}:
@@ -203,7 +203,7 @@ def with_metadata(tensor: Any, metadata: Any) -> Any:
 
 
 def storage(data: Any, dtype: str) -> Any:
-    """The storage of a tensor, as ``torch.load`` gives it: typed, and also where it was saved without a type."""
+    """The storage of a tensor of bytes as ``torch.load`` gives it: with an element type, even if saved without one."""
     import torch
 
     if not _are_tensors((data,)):
@@ -213,7 +213,7 @@ def storage(data: Any, dtype: str) -> Any:
 
 
 def uninitialized(kind: str, *arguments: Any) -> Any:
-    """A parameter or buffer of a lazy module that has seen no input yet."""
+    """Make a parameter or buffer of a lazy module that has seen no input yet."""
     import torch
 
     match arguments:

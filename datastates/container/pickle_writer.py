@@ -39,7 +39,7 @@ def _integer(value: int) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """The opcodes of a string; those of a key stand before its value in a mapping."""
+    """The opcodes of a string. As a key of a mapping, they stand before the opcodes of its value."""
     data = value.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
 
@@ -56,7 +56,7 @@ _NO_HOOKS = b"ccollections\nOrderedDict\n)R"
 
 
 def _storage_head(kind: str) -> bytes:
-    """The opcodes before the record's name in a reference to a storage of a class."""
+    """The opcodes before the record's name in a reference to a storage, given the name of the storage's class."""
     module = "torch.storage" if kind == UNTYPED else "torch"
     return pickle.MARK + text("storage") + f"c{module}\n{kind}\n".encode()
 
@@ -72,7 +72,7 @@ def _encode_storage(stored: StoredArray, kind: str) -> bytes:
 
 @functools.cache
 def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
-    """The opcodes before the storage record's name in an array of that type, and those after its ``requires_grad``."""
+    """The opcodes of an array of this type before its record's name, and the opcodes after its ``requires_grad``."""
     dtype = dtypes.pickled(dtype)
     typed = dtype.storage is not None
     head = f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode() + pickle.MARK
@@ -178,7 +178,7 @@ def dumps(
 
     Args:
         value: Anything that pickles; :class:`ArrayLeaf` objects in it stand for arrays.
-        locate: Says where an array leaf's elements are stored.
+        locate: Gives the place where an array leaf's elements are stored.
         names: A set to which the classes and functions that the pickle names are added, as ``module.qualname``.
 
     Raises:
@@ -204,7 +204,7 @@ def is_dialect(data: bytes) -> bool:
 def body(stream: bytes) -> bytes:
     """A pickle without its first and last opcode: it pushes one object and can be spliced into a larger pickle.
 
-    Spliced bodies may use the same memo numbers, because each reads only those that it has written itself.
+    Spliced bodies may use the same memo numbers, because each reads only numbers that it has written itself.
     """
     return stream[len(_HEADER) : -1]
 

@@ -1,4 +1,4 @@
-"""Where the storage records of a container are, as columns of numbers."""
+"""The places of a container's storage records, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class Records:
 
     @property
     def end(self) -> int:
-        """One past the last record's descriptor; 0 without records."""
+        """File offset one past the last record's descriptor; 0 without records."""
         return int(self.data_offset[-1] + self.nbytes[-1]) + DESCRIPTOR if len(self) else 0

@@ -1,4 +1,4 @@
-"""One provider's rows of an index: by key, and as columns, which need no object for each row."""
+"""One provider's rows of an index, by key as objects, or as columns, which need no object for each row."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
 
 
 def place_of(row: Row) -> DataPlace:
-    """Where a row's elements are."""
+    """The place of a row's elements, equal for rows of the same memory."""
     return str(row.record), row.offset // row.dtype.itemsize, dtypes.pickled(row.dtype).name, row.shape, row.stride
 
 
 def place_in_pickle(stored: StoredArray) -> DataPlace:
-    """The place of the elements that a reference in ``data.pkl`` gives."""
+    """The place of an array's elements, from a reference in ``data.pkl``."""
     return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
 
 
 def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
-    """A row as an array of its own; for a part of a logical tensor, this part."""
+    """Describe a row as an array of its own. A part of a logical tensor becomes an array of the part's shape."""
     return ArrayRef(row.key if key is None else key, row.kind, row.dtype.name, row.shape, row.stride, requires_grad)
 
 
 def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
-    """The logical tensor of a row, as providers see it."""
+    """Describe the whole logical tensor of a row, as providers see it."""
     found = reference(row, key=key, requires_grad=requires_grad)
     if row.flat is None and row.shape == row.global_shape:
         return found
@@ -52,7 +52,7 @@ class Columns:
         dims, strides: Shapes and strides in elements, rows end to end.
         whole: Whether each row is the whole of its logical tensor.
         record_nbytes: For each row, the length in bytes of its whole record.
-        file_offset: For each row, where in the file its first element is.
+        file_offset: For each row, the file offset in bytes of its first element.
     """
 
     kind: U8
@@ -70,7 +70,7 @@ class Columns:
 class StoredRows(Mapping[str, Row]):
     """The rows of one provider by their keys; a row object is made on first access.
 
-    Of several parts of one tensor, it has the first.
+    If several rows are parts of one tensor, only the first is here.
 
     Attributes:
         keys_in_order: The keys, in the order of the index.
@@ -101,16 +101,16 @@ class StoredRows(Mapping[str, Row]):
         return row
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether there are rows of all those keys."""
+        """Whether all these keys have a row."""
         return all(map(self._number.__contains__, keys))
 
     def make(self, keys: Sequence[str]) -> None:
-        """Make the row objects of those keys at once, which is cheaper than one by one; skips keys without a row."""
+        """Make the row objects of these keys at once, which is cheaper than one by one; skips keys without a row."""
         new = [key for key in keys if key in self._number and key not in self._made]
         self._made.update(zip(new, self._index.shards.rows([self._number[key] for key in new]), strict=True))
 
     def columns(self, keys: Sequence[str]) -> Columns:
-        """The rows of those keys as columns; raises KeyError for a key without a row."""
+        """The rows of these keys as columns; raises KeyError for a key without a row."""
         table, rows = self._index.shards, self._numbers
         if keys != self.keys_in_order:
             rows = np.array([self._number[key] for key in keys], np.int64)

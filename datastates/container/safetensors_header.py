@@ -1,4 +1,4 @@
-"""The header of a safetensors file. Pure functions.
+"""Encodes the header of a safetensors file. Pure functions.
 
 A file is its header of JSON, with the header's length in eight bytes before it, and then all tensors end to end, in
 row-major order: https://huggingface.co/docs/safetensors.
@@ -34,15 +34,15 @@ TYPES = {
     "uint64": "U64",
     "float64": "F64",
 }
-"""The format's names of element types by torch's, of those that ``safetensors.torch`` reads."""
+"""The format's name of each element type that ``safetensors.torch`` reads, by torch's name."""
 MOST_HEADER = 100_000_000
 """Longest header in bytes that the safetensors library reads."""
 
 
 def file_order(tensors: Sequence[Tensor]) -> list[int]:
-    """The numbers of the tensors in the file's order: those of the largest elements first, then by name.
+    """The numbers of the tensors in the file's order: tensors with the largest elements first, then by name.
 
-    All are then aligned, as the header's length is a multiple of eight. The safetensors library orders them alike.
+    So all are aligned, as the header's length is a multiple of eight. The safetensors library uses the same order.
     """
     return sorted(range(len(tensors)), key=lambda i: (-BY_NAME[tensors[i].dtype].itemsize, tensors[i].name))
 
@@ -52,7 +52,7 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str], alignm
 
     Args:
         tensors: The tensors in the file's order.
-        metadata: What the header says besides.
+        metadata: Further texts for the header, by name.
         alignment: Spaces pad it to a multiple of so many bytes, of 8 at least.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows of a file's table as stretches of their flattened logical tensors, in columns: no object for each row."""
+"""Describes rows of a file's table as stretches of flattened logical tensors, in columns: no object for each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stretches:
         numel: Number of the row's elements.
         offset: File offset of the first element in bytes.
         whole: Whether the row is all of its tensor, in the tensor's shape.
-        is_one: Whether its elements follow one another, both in the flattened tensor and in the file.
+        is_one: Whether the row's elements follow one another, both in the flattened tensor and in the file.
     """
 
     begin: I64
@@ -55,12 +55,12 @@ class Stretches:
 
 
 def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> I64:
-    """Tuples of numbers that lie end to end, a row of ``width`` for each: aligned to the right, filled on the left.
+    """Copy tuples that lie end to end in ``numbers`` into rows of a matrix: aligned to the right, filled on the left.
 
     Args:
         numbers: The tuples' numbers.
         starts: Where each tuple begins.
-        counts: How many numbers each has. Of more than ``width``, the first ones are left out.
+        counts: The length of each tuple. Of a tuple longer than ``width``, the first numbers are left out.
         width: Length of the rows.
         filler: Fills the rows.
     """
@@ -71,9 +71,9 @@ def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> 
 
 
 def forms(table: ShardTable, rows: I64, width: int) -> I64:
-    """A row of numbers for each row: equal for two if they have the same type and the same logical shape.
+    """Encode the element type and logical shape of each row as numbers: a matrix, with equal lines for equal ones.
 
-    ``width`` is the largest number of dimensions among the shapes that are compared with.
+    ``width`` is the largest number of dimensions among the shapes to compare with.
     """
     whole = table.part[rows] == WHOLE
     starts, global_starts, _ = (starts[rows] for starts in table.starts)
@@ -84,5 +84,5 @@ def forms(table: ShardTable, rows: I64, width: int) -> I64:
 
 
 def form(dtype: DType, shape: tuple[int, ...], width: int) -> list[int]:
-    """That of a logical tensor; see :func:`forms`."""
+    """Encode the element type and shape of one logical tensor as numbers, as :func:`forms` does for rows."""
     return [dtype.code, len(shape), *(1,) * (width - len(shape)), *shape]

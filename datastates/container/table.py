@@ -1,4 +1,4 @@
-"""The rows of a container's index: which logical tensor lies where, as columns."""
+"""The rows of a container's index as columns: each tells the place of one part of a logical tensor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_NDIM = 64
 """Most dimensions that NumPy and torch can hold."""
 
 WHOLE, BOX, FLAT = 0, 1, 2
-"""Which part of its logical tensor a row is: all of it, a box, or a range of its flattened elements."""
+"""The kinds of part of a logical tensor that a row can be: all of it, a box, or a range of its flattened elements."""
 _NUMBERS = ("provider", "kind", "dtype", "record", "offset", "part", "ndim", "global_ndim", "digest", "digested")
 """The columns that have one number for each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One array shard as stored.
+    """One stored array shard: a logical tensor or a part of one.
 
     Attributes:
         key: Its full key, provider name included.
@@ -44,7 +44,7 @@ class Row:
         global_shape: Shape of the logical tensor.
         box: Where this part begins in the logical tensor along each dimension; None for a flat range.
         flat: First and one past the last element in the flattened logical tensor; None unless it is a flat range.
-        digest: What it contributes to the digest of the logical tensor; None when that was not computed.
+        digest: Its contribution to the digest of the logical tensor; None if it was not computed.
     """
 
     key: str
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def part(self) -> Part:
-        """Which part of its logical tensor the row is."""
+        """The part of its logical tensor that the row holds."""
         return Part(self.global_shape, self.shape, self.box, self.flat)
 
 
@@ -79,13 +79,13 @@ class ShardTable:
         record: For each row, the number of its storage record.
         offset: For each row, bytes from the record's begin.
         part: For each row, :data:`WHOLE`, :data:`BOX` or :data:`FLAT`.
-        ndim: For each row, how many entries it has in ``dims`` and ``strides``.
+        ndim: For each row, the number of its entries in ``dims`` and ``strides``.
         dims, strides: Shapes and strides in elements.
-        global_ndim: For each row, how many entries it has in ``global_dims``; 0 for a whole.
+        global_ndim: For each row, the number of its entries in ``global_dims``; 0 for a whole.
         global_dims: Shapes of the logical tensors of boxes and flat ranges.
         place: For each box its offsets, for each flat range its first element and one past its last.
-        digest: For each row, what it contributes to the digest of its logical tensor; 0 where that is not known.
-        digested: For each row, 1 where it is known.
+        digest: For each row, its contribution to the digest of its logical tensor; 0 where unknown.
+        digested: For each row, 1 where ``digest`` is known.
         bare: Whether ``keys`` are full keys, as in files of other formats. There is one provider then, without a name.
     """
 
@@ -108,7 +108,7 @@ class ShardTable:
     bare: bool = False
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.keys)
 
     @cached_property
@@ -118,7 +118,7 @@ class ShardTable:
 
     @cached_property
     def _counts(self) -> tuple[I64, ...]:
-        """For each row, how many entries it has in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
+        """For each row, the counts of its entries in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
         ndim, global_ndim = self.ndim.astype(np.int64), self.global_ndim.astype(np.int64)
         return ndim, global_ndim, np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
 
@@ -174,7 +174,7 @@ class ShardTable:
             )
 
     def repeated(self) -> Iterator[list[Row]]:
-        """The rows of each key that several have: the parts of one tensor."""
+        """For each key that several rows have, these rows: the parts of one tensor."""
         repeated = self.by_key.repeated
         every = self.rows([number for numbers in repeated for number in numbers])  # at once, as there may be many
         return (list(itertools.islice(every, len(numbers))) for numbers in repeated)
@@ -223,7 +223,7 @@ class ShardTable:
         self._refuse_repeats()
 
     def _refuse_repeats(self) -> None:
-        """Refuse rows of one key, unless they are parts of one tensor."""
+        """Raise FormatError if rows of one key are not parts of one tensor."""
         for numbers, (first, *others) in zip(self.by_key.repeated, self.repeated(), strict=True):
             if (self.part[numbers] == WHOLE).any():
                 raise FormatError("index: two rows have the same key")
@@ -231,7 +231,7 @@ class ShardTable:
                 raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
 
     def _check_parts(self, row: I64, dims: np.ndarray, itemsize: np.ndarray) -> None:
-        """Refuse parts that do not lie within their logical tensors."""
+        """Raise FormatError for parts that do not lie within their logical tensors."""
         n = len(self.keys)
         whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
         wrong = (whole & (self.global_ndim != 0)) | (box & (self.global_ndim != self.ndim)) | (flat & (self.ndim != 1))
@@ -269,7 +269,7 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
     Args:
         providers: Names of the providers.
         shards: The array shards, each with its provider's number.
-        record: For each shard, the number of the storage record it lies in.
+        record: For each shard, the number of the storage record that holds it.
     """
     rows = [s for _, s in shards]
     part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]

@@ -1,4 +1,4 @@
-"""What stands in a structure for an object whose code is not run."""
+"""Stand-ins for objects that are not built, because the code of their classes must not run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Unbuilt:
     """Stands in a structure for an object of another class, whose code is not run.
 
     Attributes:
-        arguments: What the class would be called with; for a named tuple, its items.
+        arguments: The arguments for the class's call; for a named tuple, its items.
     """
 
     arguments: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The ZIP64 framing of a container: headers, descriptors, padding, and where they put the data.
+"""Encodes the ZIP64 framing of a container: headers, descriptors and padding, which decide the places of the data.
 
 It follows APPNOTE 6.3.10 and what torch 2.13 writes and accepts. ``docs/format.md`` specifies the bytes.
 """
@@ -30,7 +30,7 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 CENTRAL_CRC = 16
-"""Where in an entry of a central directory the CRC-32 stands."""
+"""Offset of the CRC-32 in an entry of a central directory."""
 _ZIP64_LOCAL, _ZIP64_CENTRAL, _PADDING = 0x0001, 0x0001, 0x4246  # "FB": the padding field that torch uses
 _NEEDS, _MADE_BY, _EPOCH = 45, 0x031E, 0x0021
 _UNKNOWN = 0xFFFFFFFF
@@ -102,7 +102,7 @@ def encode_small(
     Args:
         records: Name and data of each.
         begin: File offset of the first one's header.
-        nested: What lies in that header, as for :func:`local_header`.
+        nested: Bytes within that header, as for :func:`local_header`.
     """
     parts: list[bytes] = []
     entries: list[bytes] = []
@@ -119,7 +119,7 @@ def encode_small(
 
 
 def pickle_place(records_end: int, header_nbytes: int = 0) -> int:
-    """Where the data of ``data.pkl`` begins, given where the records end and the least length of its local header."""
+    """File offset of the data of ``data.pkl``, given the records' end and the least length of its local header."""
     return aligned(records_end + max(header_nbytes, shortest_header(PICKLE_NAME)))
 
 
@@ -190,7 +190,7 @@ def _copies(frame: bytes, count: int) -> U8:
 
 
 def _put(rows: U8, at: int, dtype: str, numbers: U64 | U32 | I64) -> None:
-    """Write one number into each row."""
+    """Write one number into each row, as ``dtype``, at byte ``at`` of the row."""
     rows[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0] = numbers
 
 
