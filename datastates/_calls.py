@@ -42,7 +42,7 @@ from datastates.storage.location import Location, PathLike
 
 _log = logging.getLogger("datastates")
 IN_PYTHON = "take it with step={step}"
-"""How a caller takes another step."""
+"""Advice to callers in Python on how to take another step."""
 
 
 def open_world(settings: RankSettings, directory: Location) -> World:
@@ -60,7 +60,7 @@ def world_beside(path: Location) -> Location:
 
 
 def refuse_checkpoint(directory: Location) -> None:
-    """Raise ValueError if a directory for checkpoints is itself one: restore would find none of those saved in it."""
+    """Raise ValueError if a directory for checkpoints is itself a checkpoint: restore would find none saved in it."""
     if manifest.look(directory) is not None:
         raise ValueError(
             f"directory: {directory} is itself a checkpoint: give the directory that it lies in, or use "
@@ -74,7 +74,7 @@ def refuse_checkpoint(directory: Location) -> None:
 
 
 def warn_of_other(directory: Location) -> None:
-    """Where a directory has no checkpoint of a training run, log which other checkpoint lies in it."""
+    """If a directory has no checkpoint of a training run, log the name of another checkpoint in it."""
     if (there := recognise.newest_other(directory)) is not None:
         path, what = there
         _log.warning(
@@ -95,10 +95,10 @@ def check_order(providers: Sequence[StateProvider]) -> None:
 
 
 def open_other(kind: Format, path: Location, meeting: Meeting, request: RestoreRequest) -> Tensors:
-    """Open a checkpoint of another format on all ranks, which must want the same of it.
+    """Open a checkpoint of another format on all ranks, which must request the same.
 
     Raises:
-        CheckpointNotFoundError: It is not of that step.
+        CheckpointNotFoundError: It is of another step.
         FormatError, StorageError: As :meth:`Format.open` does.
         RestoreError: Another rank failed, or wants something else.
     """
@@ -117,7 +117,7 @@ def open_other(kind: Format, path: Location, meeting: Meeting, request: RestoreR
 
 
 def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
-    """A checkpoint that is of a step, if one is wanted; raises CheckpointNotFoundError if it is not."""
+    """Return ``opened``; raises CheckpointNotFoundError if a ``step`` is wanted and it is of another step."""
     if step is not None and (saved := opened.tensors.step) != step:
         of = "no step that it names" if saved is None else f"step {saved}"
         raise CheckpointNotFoundError(f"{path} is of {of}, not of step {step}")
@@ -126,7 +126,7 @@ def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
 
 @contextlib.contextmanager
 def opened(path: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterator[Opened]:
-    """The checkpoint that a path means, of any format, protected from deletion.
+    """Open the checkpoint that a path means, of any format, protected from deletion.
 
     If the newest checkpoint of a directory is damaged, the error names an older one that looks whole, and ``advice``
     tells how to take it.
@@ -154,7 +154,7 @@ def export(
 ) -> Exported:
     """Write the tensors of a checkpoint as files of other tools.
 
-    The arguments and errors are those of :func:`datastates.export`, ``advice`` is that of :func:`opened`.
+    Arguments and errors as for :func:`datastates.export`; ``advice`` as for :func:`opened`.
     """
     to, cast, globs = Location.of(target), cast_type(dtype), checked_keys(keys)
     if shard_size is not None and is_file(to):
@@ -190,7 +190,7 @@ def restore_by(
 
     Args:
         path: A checkpoint directory, or a directory of them.
-        providers: What to restore.
+        providers: The state to restore.
         meetings: Returns the meeting of the n-th attempt, from 0.
         executor: Returns the executor to use, given the number of bytes that will be read.
         options: Fields of a :class:`~datastates.restoring.request.RestoreRequest`, as the user gave them.
@@ -201,7 +201,7 @@ def restore_by(
         The result; None if there is no checkpoint at all.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint of that step.
+        CheckpointNotFoundError: There is no checkpoint of the wanted step.
     """
     begin = time.monotonic()
     providers, request = _checked(providers, options, meetings(0))
@@ -230,7 +230,7 @@ def compare_by(
     *,
     other: Format | None,
 ) -> Comparison:
-    """Find out what :func:`restore_by` would do; arguments and errors are those of that function."""
+    """Compare the checkpoint with the state, without restoring. Arguments and errors as for :func:`restore_by`."""
     providers, request = _checked(providers, {**options, "strict": False}, meeting)
     if other is not None:
         return Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).compare()
@@ -242,7 +242,7 @@ def compare_by(
 def _checked(
     providers: Sequence[StateProvider], options: Mapping[str, Any], meeting: Meeting
 ) -> tuple[Sequence[StateProvider], RestoreRequest]:
-    """The providers and the request. Wrong ones are refused once the other ranks know of it."""
+    """The checked providers and request. If they are wrong, the other ranks hear of it before the error is raised."""
     try:
         check_order(providers)
         # a generator's providers are gone through more than once
@@ -255,7 +255,7 @@ def _checked(
 def load_like(
     path: Location, like: Mapping[str, Any], executor: Callable[[int], Executor], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read trees into new arrays like those of others; arguments and errors are those of :func:`datastates.load`."""
+    """Read trees into new arrays like the arrays in ``like``; arguments and errors as for :func:`datastates.load`."""
     from datastates.providers.pytree import from_pytree
 
     if not isinstance(like, Mapping):

@@ -107,7 +107,7 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     Args:
         providers: What to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
-            are restored by their names, and what only a provider can take back is missing.
+            are restored by their names, and objects that only a provider can take back are missing.
         **options: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast``, ``strict``,
             ``trust``, ``verify`` and ``fallback``. And fields of :class:`~datastates.config.RankSettings`.
 
@@ -130,7 +130,7 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
 def _met(
     name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any]
 ) -> Iterator[tuple[Callable[[int], Executor], Location, Format | None, World]]:
-    """A maker of executors, the path, its format if it is not this package's, and the ranks that meet to restore."""
+    """Yield a maker of executors, the path, its format if it is not this package's, and the ranks that restore."""
     with telling(lambda: _calls.world_beside(Location.of(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
@@ -141,7 +141,7 @@ def _met(
 
 
 def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareArguments]) -> Comparison:
-    """Find out what :func:`restore` would do with the same arguments. Nothing is read or changed but what tells that.
+    """Find out what :func:`restore` would do with the same arguments. Reads only the data for that; changes nothing.
 
     ``print()`` of the result has a line for each key. All ranks call it together.
 
@@ -179,7 +179,7 @@ def load(
     """Read a whole checkpoint as nested arrays and objects, without providers. Everything read is verified.
 
     Parts that several ranks saved are put together into whole tensors; a single container file gives its parts as
-    tensors of their own shapes. Of other values that several ranks saved under one key, that of the lowest rank is
+    tensors of their own shapes. Of other values that several ranks saved under one key, the lowest rank's value is
     returned. Each process reads by itself: no other rank takes part.
 
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
@@ -189,7 +189,7 @@ def load(
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
         like: For each provider to read, by its name, a tree of arrays or ``jax.ShapeDtypeStruct`` as
-            :func:`~datastates.providers.from_pytree` takes it. Only what this process holds of them is read. In a
+            :func:`~datastates.providers.from_pytree` takes it. Only the parts that this process holds are read. In a
             checkpoint of another format, arrays are found by their names, as :func:`restore` finds them; ``like`` may
             then also be a dict of arrays by these names.
         framework: ``"pt"`` for tensors of torch, ``"np"`` for NumPy arrays, as in ``safetensors.safe_open``. ``"np"``
@@ -197,7 +197,7 @@ def load(
             that came from torch is a tensor if torch is installed, which is then imported, and a NumPy array if not;
             all others are NumPy arrays.
         device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
-            What goes to a device needs no host memory but the host cache.
+            Tensors on a device need no host memory but the host cache.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
@@ -245,8 +245,8 @@ def export(
 ) -> Exported:
     """Write the tensors of a checkpoint as safetensors, the format of Hugging Face's tools, or for ``torch.load``.
 
-    Parts that several ranks saved are put together. Everything that is read is verified by its checksums, and what is
-    written is compared with each tensor's digest: when this returns, the copy is proven. Tensors of other formats that
+    Parts that several ranks saved are put together. All data that is read is verified by its checksums, and written
+    data is compared with each tensor's digest: when this returns, the copy is proven. Tensors of other formats that
     have no checksum are listed as not proven. It needs the host cache and 64 MiB of memory, whatever the size of the
     checkpoint. The target appears when it is complete and on stable storage. An interrupted export leaves a folder
     ``TARGET.partial-…``, which the next export to that target deletes.
@@ -258,12 +258,12 @@ def export(
 
     Args:
         source: As ``path`` for :func:`load`.
-        target: A path that ends in ``.safetensors`` for one file. One that ends in ``.pt``, ``.pth``, ``.bin`` or
-            ``.ckpt`` for one that ``torch.load`` opens, also with ``mmap=True`` and ``weights_only=True``. Any other
+        target: A path that ends in ``.safetensors`` is one file. A path that ends in ``.pt``, ``.pth``, ``.bin`` or
+            ``.ckpt`` is a file that ``torch.load`` opens, also with ``mmap=True`` and ``weights_only=True``. Any other
             path is a folder, which must not exist or must be empty: it gets ``model.safetensors``, or several files
             with ``model.safetensors.index.json``.
         step: As for :func:`load`.
-        keys: Which tensors: a glob of full keys as of a shell, such as ``"model/*"``, or several.
+        keys: Selects tensors: a glob of full keys as in a shell, such as ``"model/*"``, or several globs.
         rename: New names. A string replaces a prefix of that text; a compiled pattern is replaced as by ``re.sub``. The
             first that matches a name is used.
         dtype: The type that floating-point tensors are cast to: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch type.

@@ -113,7 +113,7 @@ class Checkpointer:
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     def _prepare(self) -> bytes:
-        """Called on rank 0 before any rank writes into the directory; returns what all ranks are to know."""
+        """On rank 0, before any rank writes: remove debris from the directory. Returns the opening for all ranks."""
         retention.sweep(self._root)
         return Opening.begin(self._root).encode()
 
@@ -156,7 +156,7 @@ class Checkpointer:
         ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", sequence, opening=self._opening)
         failure = None
         try:
-            self._snapshots = number + 1  # all ranks count alike: an interrupt before this is one before the call
+            self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
             ballot.step = step = checked_step(step)
             if (failure := self._failure()) is not None:
                 raise failure
@@ -165,7 +165,7 @@ class Checkpointer:
             self._wait_for_room()
             if self._termination is not None:
                 self._termination.watch()
-            if self._engine.world.size > 1:  # these come first, so that this snapshot supersedes those of the same step
+            if self._engine.world.size > 1:  # earlier ones end first: then this snapshot supersedes those of its step
                 before += [c for c in self._taken if c.step == step]
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
@@ -178,7 +178,7 @@ class Checkpointer:
         return taken
 
     def _places(self, step: int) -> tuple[Callable[[], Location], Callable[[], Location]]:
-        """What returns the path that the step's checkpoint is expected to have, and the path to commit it to."""
+        """Two functions: one returns the expected path of the step's checkpoint, one the path to commit it to."""
         is_alone = self._engine.world.size == 1
         # of several ranks only the coordinator knows the revision, and only when it commits
         chosen = cache(partial(directories.target, self._root, step))
@@ -218,7 +218,7 @@ class Checkpointer:
     # --- restoring
 
     def restore(self, providers: Sequence[StateProvider], **request: Unpack[RestoreOptions]) -> Restored | None:
-        """Restore the newest committed checkpoint, or that of ``step``, in place. All ranks call it together.
+        """Restore the newest committed checkpoint, or the newest of ``step``, in place. All ranks call it together.
 
         The call first waits until no snapshot of this checkpointer is in flight, so that it finds all of them. Errors
         of failed snapshots are not raised here, but by the next :meth:`snapshot` or by :meth:`close`.
@@ -228,7 +228,7 @@ class Checkpointer:
         array data is found only while it is read. The error then names the tensor, and the state is partly overwritten.
 
         Args:
-            providers: What to restore. Providers in the checkpoint that are not among these are left out.
+            providers: The state to restore. Providers in the checkpoint that are not among these are left out.
             **request: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast``,
                 ``strict``, ``trust``, ``verify`` and ``fallback``.
 
@@ -248,7 +248,7 @@ class Checkpointer:
                 checkpoint that looks whole.
             StorageError: A file is missing or cannot be read.
             DeviceError: A copy to a GPU failed.
-            CheckpointNotFoundError: There is no checkpoint of that step.
+            CheckpointNotFoundError: There is no checkpoint of ``step``.
             SettingsError: As for :meth:`snapshot`.
             TypeError, ValueError: An argument is impossible.
             ClosedError: The checkpointer is closed.
@@ -307,13 +307,13 @@ class Checkpointer:
             raise failure
 
     def __enter__(self) -> Checkpointer:
-        """The checkpointer itself."""
+        """Return the checkpointer itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. If the block raised an error, an error of closing is only logged."""
+        """Close the checkpointer. If the block raised an error, an error of closing is only logged."""
         if error is None:
             self.close()
             return
@@ -332,7 +332,7 @@ class Checkpointer:
         self._taken = [c for c in self._taken if not c.ended]
         self.failures += sum(c.error is not None for c in ended)
         undelivered = [(c, error) for c in ended if (error := c.undelivered()) is not None]
-        # do not raise here what another rank has raised: its next snapshot would be skipped, and so on for ever
+        # do not raise an error here that another rank has raised: its next snapshot would be skipped, and so on
         own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
         raised = own[0] if own and self.settings.on_error == "raise" else None
         for course, error in undelivered:

@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?\s*")
 
 
 def _check_size(value: object) -> object:
-    """Refuse what pydantic would take half of, such as ``"8 GiB per rank"``, or would take for other units."""
+    """Raise ValueError for a size that pydantic would misread, in other units or only in part: ``"8 GiB per rank"``."""
     if _SIZE.fullmatch(value) if isinstance(value, str) else isinstance(value, int) and not isinstance(value, bool):
         return value
     raise ValueError(f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
@@ -32,7 +32,7 @@ ENVIRONMENT_PREFIX = "DATASTATES_"
 
 
 def from_environment(fields: Iterable[str]) -> dict[str, str]:
-    """Values of those fields whose environment variable is set, as text by field name."""
+    """The values of ``fields`` from environment variables, as text by field name; without fields that are not set."""
     found = {field: os.environ.get(ENVIRONMENT_PREFIX + field.upper()) for field in fields}
     return {field: value for field, value in found.items() if value is not None}
 
@@ -41,7 +41,7 @@ _S = TypeVar("_S", bound="IoSettings")
 
 
 class IoSettings(BaseModel):
-    """How bytes move: settings that ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
+    """Settings of the transfer of bytes, which ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
 
     Every field that is no callable can also be set by an environment variable: ``DATASTATES_`` and the field's name in
     capitals. An argument wins over the variable, and the variable over the default. Sizes are bytes, or text such as
@@ -119,7 +119,7 @@ class IoSettings(BaseModel):
 
 
 class RankSettings(IoSettings):
-    """How ranks find each other: settings of ``snapshot`` and ``restore``, in addition to :class:`IoSettings`."""
+    """Settings of the ranks' meeting, for ``snapshot`` and ``restore``, in addition to :class:`IoSettings`."""
 
     rank: int | None = Field(
         None,

@@ -72,7 +72,7 @@ class storage_errors:  # named as a statement, as contextlib.suppress is
     __slots__ = ("_operation", "_path")
 
     def __init__(self, operation: str, path: os.PathLike[str] | str) -> None:
-        """Take what the error is to name."""
+        """Take the operation and the path that the error is to name."""
         self._operation = operation
         self._path = path
 
@@ -80,7 +80,7 @@ class storage_errors:  # named as a statement, as contextlib.suppress is
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise the StorageError."""
+        """Raise an OSError of the block as a StorageError."""
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             raise StorageError(error.errno or 0, self._operation, str(self._path)) from error
 
@@ -193,7 +193,7 @@ class ThreadStartError(DatastatesError, RuntimeError):
     """The system refused a thread. Nothing was begun; the message names the remedy."""
 
     def __init__(self, message: str) -> None:
-        """Take what was to start, and the system's reason; add the remedy."""
+        """Compose the message from ``message``, which tells the thread and the system's reason, and the remedy."""
         super().__init__(
             f"a thread could not be started: {message}. Raise the limit of processes and threads (ulimit -u, or "
             "pids.max of the container's cgroup) or that of memory (ulimit -v), or end other threads"
@@ -205,7 +205,7 @@ class CommitError(DatastatesError, RuntimeError):
 
 
 class UnreachableError(CommitError):
-    """This rank cannot reach the store or directory that the ranks meet in, so it does not know what they agreed on."""
+    """This rank cannot reach the store or directory where the ranks meet, so it does not know their decision."""
 
 
 class FencedError(CommitError):
@@ -225,7 +225,7 @@ class RanksMissingError(DatastatesError, TimeoutError):
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int], undecided: bool = False) -> None:
-        """Store the message, the ranks and whether nothing was decided."""
+        """Store the message, the ranks, and ``undecided``."""
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.undecided = undecided

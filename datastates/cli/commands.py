@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
-    """Add a command, which ``run`` carries out and ``what`` describes."""
+    """Add the parser of a command ``name``; ``run`` carries the command out, ``what`` describes it."""
     description = f"{what[0].upper()}{what[1:]}."
     command: argparse.ArgumentParser = commands.add_parser(name, help=what, description=description, epilog=STATUS)
     command.add_argument("--json", action="store_true", help="print JSON for programs")

@@ -22,7 +22,7 @@ Objects = dict[str, dict[int, ObjectEntry]]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What differs between two checkpoints, A and B. Keys are in the order of the checkpoint that has them, A first.
+    """The differences between two checkpoints, A and B. Keys are in the order of the checkpoint that has them, A first.
 
     Attributes:
         only_a, only_b: Keys that only A has, and that only B has.
@@ -41,7 +41,7 @@ class Differences:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the checkpoints are equal."""
         return not (self.only_a or self.only_b or self.descriptions or self.contents)
 
 
@@ -129,7 +129,7 @@ def _objects(files: Sequence[TensorFile]) -> Objects:
 
 
 def _same_object(a: dict[int, ObjectEntry], b: dict[int, ObjectEntry]) -> bool:
-    """Whether each rank would restore the same value: its own, or that of the lowest rank that has one."""
+    """Whether each rank would restore the same value from A and B: its own, or the lowest rank's that has one."""
     pairs = {(a.get(rank, a[min(a)]), b.get(rank, b[min(b)])) for rank in {*a, *b}}
     return all(_same_stored(*pair) for pair in pairs)
 

@@ -18,15 +18,15 @@ from datastates.restoring.renaming import Renames
 from datastates.storage.location import Location
 
 WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
-"""What the command does."""
+"""The command's description in its help."""
 _OPTION = re.compile("(keys|rename|dtype|shard_size|step):")
-"""How a message begins that is about an argument, which the shell knows as an option."""
+"""The beginning of an error message about an argument of ``export()``. The shell knows the argument as an option."""
 PATTERN = "re:"
-"""What begins a rename by a regular expression."""
+"""Prefix of a rename by a regular expression."""
 
 
 def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
-    """Add the arguments beside the source; ``path`` parses a path."""
+    """Add all arguments but the source to the command's parser; ``path`` parses a path."""
     add = command.add_argument
     add(
         "target",
@@ -98,7 +98,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _renames(given: list[str]) -> Renames:
-    """The renames, in order; raises ValueError for one that is not ``OLD=NEW``, or whose pattern is none."""
+    """Parse the renames, in order; raises ValueError for one that is not ``OLD=NEW``, or with a faulty pattern."""
     found: dict[str | re.Pattern[str], str] = {}
     for text in given:
         old, equals, new = text.rpartition("=")

@@ -46,7 +46,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _head(kind: str, files: Sequence[dict[str, Any]]) -> str:
-    """What the files are."""
+    """The headline of the output: step and ranks, or the kind of checkpoint and the number of its files."""
     if not files or "step" not in files[0]:
         return kind if len(files) == 1 else f"{kind}, {len(files)} files"
     first = files[0]
@@ -84,7 +84,7 @@ def _print_assembled(files: Sequence[dict[str, Any]], tensors: Sequence[dict[str
 
 
 def _holder(one: Mapping[str, Any]) -> str:
-    """The rank of a file or a part; the name of the file where no rank is known."""
+    """The rank of a file or a part as text; the file's name where no rank is known."""
     return str(one["rank"]) if "rank" in one else printable(one["file"].rpartition("/")[2])
 
 
@@ -93,7 +93,7 @@ def _size_and_offset(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _assemble(key: str, tensor: Logical, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A logical tensor and its parts, without empty ones, which only say that a rank knows the tensor."""
+    """Describe a logical tensor and its parts for the output. Empty parts are left out."""
     stored = [(files[f], files[f]["arrays"][i]) for f, i, row in tensor.parts if row.part.numel]
     _, _, first = tensor.parts[0]
     return {

@@ -54,7 +54,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def _describe(path: Location) -> dict[str, Any]:
-    """What the manifest of a checkpoint directory says, and what is wrong with the checkpoint."""
+    """Describe a checkpoint directory for the output: the facts in its manifest, and the checkpoint's fault, if any."""
     entry: dict[str, Any] = {"step": None, "name": path.name or str(path), "superseded_by": None}
     with contextlib.suppress(FormatError, StorageError):  # reported below
         opened = manifest.open(path)

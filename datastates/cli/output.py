@@ -22,7 +22,7 @@ class WrongCallError(Exception):
 
 
 def prepare() -> None:
-    """Let the streams take every text: what their encoding lacks is escaped.
+    """Let standard output and error take every text: characters that their encoding lacks are escaped.
 
     Raises:
         OutputError: Standard output is closed.
@@ -45,7 +45,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def flush() -> None:
-    """Make sure that everything was written; raises OutputError."""
+    """Write buffered output now; raises OutputError."""
     _write("", flush=True, end="")
 
 

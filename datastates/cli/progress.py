@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, where tqdm is installed (the ``cli`` extra).
+    """Show a progress bar on a terminal, if tqdm is installed (the ``cli`` extra).
 
     Yields:
         A function to call with a number of bytes that are done now, and the number of all bytes.

@@ -8,7 +8,7 @@ from typing import Any
 from datastates.cli.output import say
 
 IN_SHELL = "take it with --step {step}"
-"""How to take another step, as :func:`datastates._calls.opened` advises it."""
+"""Advice in the shell on how to take another step; :func:`datastates._calls.opened` gives it."""
 _WIDEST = 80
 
 
@@ -32,7 +32,7 @@ def as_size(nbytes: int) -> str:
 
 
 def as_part(part: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """Describe a part of a tensor of that shape."""
+    """Describe a part of a tensor of ``shape`` as text."""
     if part["shape"] == shape:
         return "all"
     if part["flat"] is not None:

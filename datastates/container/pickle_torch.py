@@ -51,7 +51,7 @@ def _are_tensors(values: Any) -> bool:
 
 def sparse(layout: Any, parts: Any) -> Any:
     """Make a sparse tensor of a layout from its four parts, with checked indices."""
-    # torch's own rebuild function does not check the indices, but those of a file must be checked
+    # torch's own rebuild function does not check the indices, but indices from a file must be checked
     import torch
 
     if not isinstance(parts, tuple) or len(parts) != 4:

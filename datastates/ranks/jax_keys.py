@@ -47,7 +47,7 @@ class Service:
 
 
 def _folder(key: str) -> str:
-    # no "/" of the key's own: the service makes one of several, and deletes what is below a key with it
+    # no "/" of the key's own: the service joins several into one, and deletes all keys below a key with it
     return f"datastates/{quote(key, safe='')}"
 
 

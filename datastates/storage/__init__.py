@@ -1,4 +1,4 @@
-"""Where bytes lie: what a store can do, and the store of file systems. Every system call on a checkpoint is here."""
+"""Stores of files: their contract, and the store of file systems. Every system call on a checkpoint is here."""
 
 from datastates.storage.location import Location
 from datastates.storage.store import Entry, Lock, Store, Writer

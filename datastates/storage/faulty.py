@@ -1,4 +1,4 @@
-"""The store of file systems whose system calls fail, or stop the process, where a test asks for it."""
+"""A store for tests: its system calls fail, or stop the process, where a test asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FaultyStore(LocalStore):
     """A :class:`LocalStore` that passes the fault point ``STAGE.OPERATION`` before each system call."""
 
     def __init__(self, stage: str) -> None:
-        """Take the first part of the names of its fault points."""
+        """Make a store; ``stage`` begins the names of its fault points."""
         self._stage = stage
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
 _ADVISED = 512 << 10
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
-"""The error numbers by which file systems say that they lack a way to rename."""
+"""The error numbers that file systems report for a kind of rename that they lack."""
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
 
@@ -31,11 +31,11 @@ class LocalStore(Store):
     """Files and folders of file systems, by absolute path. Nothing is kept in memory."""
 
     def __init__(self, stage: str) -> None:
-        """Take the name of what uses it; :class:`~datastates.storage.faulty.FaultyStore` says what for."""
+        """Ignore ``stage``: only :class:`~datastates.storage.faulty.FaultyStore` uses it."""
         del stage
 
     def _call(self, operation: str, path: Location, point: str = "") -> contextlib.AbstractContextManager[None]:
-        """The block in which a system call is made. ``point``: names it, if ``operation`` does not."""
+        """A context in which one system call is made. ``point``: its fault point, if not named like ``operation``."""
         del point
         return storage_errors(operation, path)
 

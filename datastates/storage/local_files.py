@@ -1,4 +1,4 @@
-"""Files of a file system that are open: locks, and new files that are written in pieces."""
+"""Open files of a file system: locks, and new files that are written in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from datastates.storage.location import Location
 from datastates.storage.store import Lock, Writer
 
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
-"""What file systems report that open a file for direct I/O and refuse the transfer. The native core knows the same."""
+"""Error numbers of transfers from file systems that open files for direct I/O only in name. As in the native core."""
 _FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("<qQQQ")
 
@@ -62,7 +62,7 @@ class LocalWriter(Writer):
     def __init__(
         self, path: Location, file: _native.Descriptor, call: Callable[[str, Location], AbstractContextManager[None]]
     ) -> None:
-        """Take the open file, and the block in which a store makes a system call."""
+        """Take the open file, and ``call``, the context in which the store makes a system call."""
         self._path = path
         self._file = file
         self._call = call

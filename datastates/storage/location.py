@@ -1,4 +1,4 @@
-"""Where a file or a folder lies, as text: checks of the paths that users give, and names beside a path."""
+"""Paths of files and folders as immutable text: checks of the paths that users give, and names beside a path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 _LONGEST_NAME = 255
 """Most bytes of a file's name, on every usual file system."""
 _KEPT = 200
-"""Bytes of a longer name that the name of its partial directory begins with."""
+"""Bytes of a too long name that are kept in the name of its partial directory."""
 
 PathLike = str | os.PathLike[str]
 
@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turn
 
 @functools.total_ordering
 class Location:
-    """Where a file or a folder lies: a path of a file system, as text. Immutable.
+    """The path of a file or a folder in a file system, as text. Immutable.
 
     It makes other locations, and does nothing else. A :class:`~datastates.storage.store.Store` reads and writes there.
     """
@@ -28,7 +28,7 @@ class Location:
     __slots__ = ("_text",)
 
     def __init__(self, text: PathLike) -> None:
-        """Take the path as it is, but for slashes and dots that say nothing."""
+        """Take the path as it is, without redundant slashes and dots."""
         self._text = str(PurePosixPath(text))
 
     @classmethod
@@ -52,7 +52,7 @@ class Location:
         return cls(os.fsdecode(data))
 
     def encode(self) -> bytes:
-        """The text as bytes, also where the name of a file is no text."""
+        """The path as bytes, also if the name of a file is not valid text."""
         return os.fsencode(self._text)
 
     def __truediv__(self, name: str) -> Location:
@@ -80,12 +80,12 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The folder that this is in."""
+        """The folder that holds this path."""
         return Location(PurePosixPath(self._text).parent)
 
     @property
     def parents(self) -> list[Location]:
-        """The folders above this, the deepest first."""
+        """The folders above this path, the deepest first."""
         return [Location(one) for one in PurePosixPath(self._text).parents]
 
     def with_name(self, name: str) -> Location:
@@ -93,7 +93,7 @@ class Location:
         return Location(PurePosixPath(self._text).with_name(name))
 
     def is_relative_to(self, other: PathLike) -> bool:
-        """Whether this is another location, or below it."""
+        """Whether this path equals ``other`` or is below it."""
         return PurePosixPath(self._text).is_relative_to(other)
 
     def __fspath__(self) -> str:
@@ -117,17 +117,17 @@ class Location:
         return self._text.split("/") < other._text.split("/")
 
     def __hash__(self) -> int:
-        """Equal for equal locations."""
+        """A hash, equal for equal paths."""
         return hash(self._text)
 
 
 def is_address(path: PathLike) -> bool:
-    """Whether this is the address of a store or a server, such as ``s3://bucket``."""
+    """Whether ``path`` is the address of a store or a server, such as ``s3://bucket``."""
     return _ADDRESS.match(os.fspath(path)) is not None
 
 
 def refuse_address(path: PathLike) -> None:
-    """Refuse the address of a store or a server, such as ``s3://bucket``.
+    """Raise ValueError for the address of a store or a server, such as ``s3://bucket``.
 
     Taken as a path, it would name a folder below the working directory.
 
@@ -143,9 +143,9 @@ def refuse_address(path: PathLike) -> None:
 
 
 def stem_of_partial(name: str) -> str:
-    """What the name of a partial directory begins with, given the name that it is written for.
+    """The beginning of the name of a partial directory, given the final name.
 
-    That is the name itself; of a very long one, its beginning and a digest of it: the whole must fit into a name.
+    It is the final name itself; of a very long one, its beginning and a digest, so that the whole fits into a name.
     """
     encoded = os.fsencode(name)
     if len(encoded) + len(".partial-xxxxxxxx") + len(".replaced") <= _LONGEST_NAME:

@@ -22,12 +22,12 @@ _AT_ONCE = 32
 
 
 class Entry(NamedTuple):
-    """What is at a path.
+    """A file, a folder, a link or another thing found at a path.
 
     Attributes:
         kind: ``"file"``, ``"folder"``, ``"link"`` or ``"other"``, such as a pipe.
         nbytes: The length of a file in bytes.
-        changed: When its contents were changed, in nanoseconds by the store's clock.
+        changed: When its contents were last changed, in nanoseconds by the store's clock.
         place: Tells two files apart, also where one of them has several paths.
         version: Tells any change of a file.
     """
@@ -48,20 +48,20 @@ class Lock(ABC):
 
     @abstractmethod
     def is_at(self, path: Location) -> bool:
-        """Whether this file is the one that is at a path now."""
+        """Whether the path still leads to this file."""
 
     @abstractmethod
     def close(self) -> None:
         """Give the lock up. Idempotent."""
 
     def __enter__(self) -> Lock:
-        """Itself; the block's end closes it."""
+        """Return this lock; the block's end closes it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close this lock."""
         self.close()
 
 
@@ -86,7 +86,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write_unaligned(self) -> None:
-        """From now on, offsets and lengths may be any. Before, they are whole pages where direct I/O was asked for."""
+        """Allow any offsets and lengths from now on. Before, with direct I/O, they must be whole pages."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Store(ABC):
 
     @abstractmethod
     def look(self, path: Location, *, follow: bool = True) -> Entry | None:
-        """What is at a path; None if nothing is. ``follow``: look at the target of a link."""
+        """Describe the file, folder or link at a path; None without one. ``follow``: describe a link's target."""
 
     def is_file(self, path: Location) -> bool:
         """Whether a file is at a path, or a link to one."""
@@ -120,11 +120,11 @@ class Store(ABC):
 
     @abstractmethod
     def names(self, folder: Location) -> list[str]:
-        """The names in a folder, in any order; none if there is no folder. None that was made before is missing."""
+        """All names in a folder that were made before this call, in any order; none if there is no folder."""
 
     @abstractmethod
     def target(self, link: Location) -> str:
-        """What a link leads to."""
+        """The path that a link holds."""
 
     def length(self, path: Location) -> int:
         """The length of a file in bytes."""
@@ -144,15 +144,15 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, path: Location, offset: int, nbytes: int) -> bytes:
-        """So many bytes of a file at an offset. A file that ends before the last of them is an error."""
+        """Read ``nbytes`` bytes of a file at an offset. A file that ends before the last of them is an error."""
 
     def head(self, path: Location, most: int) -> bytes:
-        """The beginning of a file, at most so many bytes of it."""
+        """Read the beginning of a file: ``most`` bytes, or all of a shorter file."""
         return self.read(path, 0, min(self.length(path), most))
 
     @abstractmethod
     def read_all(self, path: Location, most: int | None = None) -> bytes:
-        """The contents of a file. One of more than ``most`` bytes is an error."""
+        """Read a whole file. One of more than ``most`` bytes is an error."""
 
     @abstractmethod
     def will_need(self, path: Location, offset: int, nbytes: int) -> None:
@@ -181,7 +181,7 @@ class Store(ABC):
 
     @abstractmethod
     def make_folder(self, path: Location) -> None:
-        """Make a folder and those above it that are missing, each of them durable. It is no error if it is there."""
+        """Make a folder and missing folders above it, each durable. It is no error if the folder is there."""
 
     @abstractmethod
     def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
@@ -211,13 +211,13 @@ class Store(ABC):
 
     @abstractmethod
     def remove_empty(self, folder: Location) -> None:
-        """Remove a folder that has nothing in it; raises StorageError with ENOTEMPTY if something is."""
+        """Remove an empty folder; raises StorageError with ENOTEMPTY if anything is in it."""
 
     @abstractmethod
     def remove_tree(self, folder: Location, *, tolerant: bool = False) -> None:
-        """Remove a folder with all that is in it. Others may add and remove entries meanwhile: that is no error.
+        """Remove a folder and everything in it. Others may add and remove entries meanwhile: that is no error.
 
-        ``tolerant``: what cannot be removed stays, without an error.
+        ``tolerant``: an entry that cannot be removed stays, without an error.
         """
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Store(ABC):
         Args:
             path: The file; a folder only without ``write``.
             create: Make the file if it is absent, and write this at its beginning.
-            write: Whether to open it for writing. NFS locks others out only of what was opened so.
+            write: Whether to open it for writing. NFS locks others out only of files that were opened so.
         """
 
 

@@ -1,4 +1,4 @@
-"""Which store a path belongs to."""
+"""Finds the store of a path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _made = cache(lambda kind, stage: kind(stage))
 
 
 def store_of(path: Location, stage: str = "store") -> Store:
-    """The store that a path belongs to: that of the file systems.
+    """The store that a path belongs to: for every path, the store of file systems.
 
     Args:
         path: The path.
