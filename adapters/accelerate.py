@@ -35,9 +35,9 @@ _ADVICE = {
 
 
 def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorCheckpoints:
-    """Let ``accelerator.save_state()`` save lazily. ``load_state()`` first waits for what is under way.
+    """Let ``accelerator.save_state()`` save lazily. ``load_state()`` first waits for the saves that are under way.
 
-    Folders are those of accelerate, and ``load_state`` reads them with or without this package. A folder gets its name
+    The folders are accelerate's own: ``load_state`` reads them with or without this package. A folder gets its name
     once everything in it is on stable storage. ``accelerator.end_training()`` waits for that.
 
     Args:
@@ -137,7 +137,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
 
 
 def _beyond(root: Path, limit: int | None, new: Path | None = None) -> list[Path]:
-    """The oldest of automatically named folders, which accelerate deletes to make room for a new one."""
+    """The oldest automatically named folders, which accelerate deletes to make room for a new one."""
     if limit is None:
         return []
     numbered = [(int(m[1]), path) for path in root.iterdir() if (m := re.fullmatch("checkpoint_([0-9]+)", path.name))]
@@ -146,6 +146,6 @@ def _beyond(root: Path, limit: int | None, new: Path | None = None) -> list[Path
 
 
 def _rotate(root: Path, limit: int | None, new: Path) -> None:
-    """Delete what accelerate would have deleted before it saved a new folder."""
+    """Delete the folders that accelerate would have deleted before it saved a new one."""
     for path in _beyond(root, limit, new):
         shutil.rmtree(path)

@@ -30,7 +30,7 @@ _log = logging.getLogger("datastates")
 
 
 class FolderSettings(FileSettings):
-    """Settings of such checkpoints: those of :class:`~datastates.adapters.torch_files.FileSettings`, and one."""
+    """Settings of checkpoint folders: as :class:`~datastates.adapters.torch_files.FileSettings`, and one more."""
 
     rank_timeout: float = Field(
         600.0, gt=0, description="Seconds that a rank waits for the others to have written; then it names the missing."
@@ -57,7 +57,7 @@ class FolderCheckpoints:
         self.snapshots: dict[Path, list[Snapshot]] = {}
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
         self.sharded = ShardedFolders(settings)
-        """Writes sharded state, where the framework saves such."""
+        """Writes sharded state, if the framework saves any."""
         self._kind = kind
         self._timeout = settings.rank_timeout
         self._world: World | None = None
@@ -66,7 +66,7 @@ class FolderCheckpoints:
         self._under_way: set[Path] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy begins with, where a framework's object is copied or pickled: nothing is under way."""
+        """The state of a copy, for when a framework's object is copied or pickled: it has no checkpoint under way."""
         return {**vars(self), "snapshots": {}, "_world": None, "_under_way": set()}
 
     def save(
@@ -79,31 +79,31 @@ class FolderCheckpoints:
         room: Path | None = None,
         replace: bool = False,
     ) -> None:
-        """Begin a checkpoint. All ranks call it together. Who looks at it from now on waits until it has ended.
+        """Begin a checkpoint. All ranks call it together. Code that looks at it from now on waits until it has ended.
 
         Args:
             final: The folder that the checkpoint is to be. Other files that are in it stay.
             write: Called with the folder to write into, and a list that takes the snapshots of files under way.
-            needed: Who may look at the checkpoint unseen once this call has returned. Then the call waits for its end.
+            needed: Names code that may look at the checkpoint unnoticed after this call. The call waits then.
             retain: Called on rank 0 once the checkpoint has its name, to delete others whose names differ in numbers.
                 An OSError of it is logged.
-            room: Where the folder lies until it gets its name; by default beside ``final``.
-            replace: Whether everything that is in the folder now gives way to the checkpoint.
+            room: The place of the folder until it gets its name; by default beside ``final``.
+            replace: Whether the checkpoint replaces everything that is in the folder now.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is begun, or it has
                 waited for this one, which has failed.
             CommitError: The folder cannot get that name. The other ranks hear of it.
-            Exception: What ``write`` raises. The other ranks hear of it.
+            Exception: An error that ``write`` raises. The other ranks hear of it.
         """
         name = f"{self._kind}/{self._number}"
-        self._number += 1  # before anything can fail: all ranks must count alike
+        self._number += 1  # before anything can fail: all ranks must count the same
         self.files.begin()
         with looks.unwatched():
             target = Path(os.path.realpath(final)) if final.is_symlink() else final
             room = room or target.parent
             world = self._prepare(room, target)
-        looks.finish(target)  # what it holds then is what this checkpoint replaces
+        looks.finish(target)  # this checkpoint replaces the contents that the folder has then
         pending = Pending(Location(room / f".{target.name}"), world.token(name))
         staged = Path(pending.directory / target.name)
         snapshots: list[Snapshot] = []
@@ -213,11 +213,11 @@ class FolderCheckpoints:
         self.files.wait()
 
     def waiting_before(self, stock: Function) -> Function:
-        """A function that waits for every checkpoint of the process, and then calls one of the framework."""
+        """Wrap a framework's function: it first waits for every checkpoint of the process."""
         return instead_of(_wait_and_call, stock)
 
     def closing_before(self, stock: Function) -> Function:
-        """A function that closes the checkpoints, and then calls one of the framework that ends the training."""
+        """Wrap a framework's function that ends the training: it first closes the checkpoints."""
         return instead_of(self._close_and_call, stock)
 
     def _close_and_call(self, stock: Function) -> None:
@@ -241,7 +241,7 @@ class FolderCheckpoints:
             self._world = None
 
     def _prepare(self, room: Path, target: Path) -> World:
-        """The ranks that save together; rank 0 first removes what interrupted runs left of folders named alike."""
+        """The ranks that save together. Rank 0 first removes debris of folders whose names differ in numbers only."""
         if self._world is None:
             self._world = world_of(None, None, Location(room), self._timeout)
         names = naming.alike(target.name)
@@ -257,7 +257,7 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
     Args:
         saves: The framework's object that saves.
         method: The name of a method of it that ``attach()`` replaces.
-        reasons: Whether each reason holds against it, and what the message says then.
+        reasons: For each reason against it, whether the reason holds, and the text for the message.
     """
     attached = isinstance(getattr(getattr(saves, method, None), "__self__", None), FolderCheckpoints)
     for holds, why in ((attached, "attach() has been called for it already"), *reasons):
@@ -266,7 +266,7 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
 
 
 def _wait_and_call(stock: Function, *words: Any, **options: Any) -> Any:
-    wait_for_all()  # what is loaded is copied over the state, and the last folder may not have its name yet
+    wait_for_all()  # loading copies over the state, and the last folder may not have its name yet
     return stock(*words, **options)
 
 

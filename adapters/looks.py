@@ -1,12 +1,12 @@
-"""Who looks at a checkpoint that is being written waits until it has ended, and sees what a save without delay leaves.
+"""Lets code that looks at a checkpoint under way wait until it has ended, as if it had been saved without delay.
 
-While a checkpoint is under way, calls that would show it wait for its end, on any thread of the process: those that
-open, list or ask for the status of what is to be there (``open``, ``os.listdir``, ``os.scandir``, ``os.stat``, and what
-is built on them, such as ``glob``, ``shutil`` and ``torch.load``), those that move it, delete it or an older one beside
-it, and those that start a program. No other path is concerned.
+While a checkpoint is under way, calls that would show it wait for its end, on any thread of the process: calls that
+open, list or stat its paths (``open``, ``os.listdir``, ``os.scandir``, ``os.stat``, and functions built on them, such
+as ``glob``, ``shutil`` and ``torch.load``), calls that move it, or delete it or an older one beside it, and calls that
+start a program. No other path is concerned.
 
 Python tells of these calls by audit events. Functions stand in for calls that raise none: ``os.stat`` and its like,
-``torch.save``, and those of safetensors. Nobody hears of other libraries that open files by themselves, of forked
+``torch.save``, and functions of safetensors. Nobody hears of other libraries that open files by themselves, of forked
 processes, or of processes that run already.
 """
 
@@ -49,22 +49,22 @@ _STARTERS = ("deepspeed.", "torch._inductor.", "torch.cuda.", "torch.utils.", "t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnderWay:
-    """A checkpoint that is being written. Paths are real ones."""
+    """A checkpoint that is being written. All paths are real paths, without links."""
 
     name: str
-    """For the log."""
+    """The checkpoint's name in the log."""
     root: str
     """The folder that the framework was told to save in. Older checkpoints may lie in it or beside it."""
     folder: str
     """The folder in which everything is this checkpoint's, but for hidden files."""
     files: frozenset[str]
-    """Files that are to get their names, in that folder or elsewhere, or that folder itself."""
+    """Paths that appear at the end: files in ``folder`` or elsewhere, or ``folder`` itself."""
     end: Callable[[], BaseException | None]
     """Waits until the checkpoint has ended; returns why nothing may be deleted now, or None."""
     older: re.Pattern[str] | None = None
-    """Names beside ``root`` of what may be deleted when the checkpoint is complete."""
+    """Matches names beside ``root`` that may be deleted when the checkpoint is complete."""
     room: str | None = None
-    """The folder in which it is hidden until it gets its name, if that is another one than where it is to be."""
+    """The folder in which the checkpoint is hidden until it gets its name, if not the folder of its final path."""
 
 
 def whole(
@@ -73,7 +73,7 @@ def whole(
     older: re.Pattern[str] | None = None,
     room: Path | None = None,
 ) -> UnderWay:
-    """A checkpoint that is a file, or a folder that is not there before it is complete. See :class:`UnderWay`."""
+    """Describe a checkpoint that is a file, or a folder that is absent until complete. See :class:`UnderWay`."""
     real = os.path.join(os.path.realpath(final.parent), final.name)
     return UnderWay(
         final.name, real, real, frozenset({real}), end, older, None if room is None else os.path.realpath(room)
@@ -89,7 +89,7 @@ _told = False
 
 
 def begin(checkpoint: UnderWay) -> None:
-    """From now on, who looks at the checkpoint waits for its end. Thread-safe."""
+    """From now on, let code that looks at the checkpoint wait for its end. Thread-safe."""
     global _installed, _under_way
     with _lock:
         if not _installed:
@@ -99,14 +99,14 @@ def begin(checkpoint: UnderWay) -> None:
 
 
 def end(checkpoint: UnderWay) -> None:
-    """The checkpoint has ended. Thread-safe, idempotent."""
+    """Note that the checkpoint has ended, and let waiting code go on. Thread-safe, idempotent."""
     global _under_way
     with _lock:
         _under_way = tuple(other for other in _under_way if other is not checkpoint)
 
 
 def finish(final: Path) -> None:
-    """Wait for the end of every checkpoint that is to have this name."""
+    """Wait for the end of every checkpoint whose final path this is."""
     real = os.path.join(os.path.realpath(final.parent), final.name)
     for checkpoint in _under_way:
         if real in checkpoint.files:
@@ -152,7 +152,7 @@ def _forget() -> None:
 
 
 def _standing_in(stock: Callable[..., Any], keyword: str, index: int, concerns: _Concerns) -> Callable[..., Any]:
-    """A function that first waits for the checkpoints that a path concerns: the argument of that name or number."""
+    """Wrap a function: it first waits for checkpoints that concern its path, argument ``keyword`` or ``index``."""
 
     @functools.wraps(stock, updated=())
     def call(*words: Any, **options: Any) -> Any:
@@ -167,7 +167,7 @@ def _standing_in(stock: Callable[..., Any], keyword: str, index: int, concerns: 
 
 
 def _replace(stock: Callable[..., Any], keyword: str, index: int, concerns: _Concerns) -> None:
-    """Let a function stand in for one in all modules that have it under its own name."""
+    """Replace a function by one that waits, in all modules that have it under its own name."""
     name, call = _name(stock), _standing_in(stock, keyword, index, concerns)
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is stock:

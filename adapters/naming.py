@@ -1,4 +1,4 @@
-"""A folder gets its final name at once, and what others have written under that name stays. Thread-safe.
+"""Gives a folder its final name at once. Files that others have written under that name stay. Thread-safe.
 
 A checkpoint ``NAME`` is written as ``.NAME.partial-XXXXXXXX/NAME``: whoever is handed that folder sees its later name.
 """
@@ -23,16 +23,16 @@ from datastates.storage.local import opened
 
 _log = logging.getLogger("datastates")
 _COMMON = 100
-"""Characters of a long name that tell which hidden folders are of names that differ in numbers only."""
+"""Leading characters of a long name by which names that differ in numbers only are recognised."""
 _OLD = "old"
-"""Beside the folder that is written: a folder with the one whose place it takes, until it has its name."""
+"""The old folder at the final path, moved beside the new folder until the new one has its name."""
 
 Contents = Mapping[Path, tuple[int, int]]
-"""What a folder holds, by relative path: files, links and empty folders, each with numbers that tell a change."""
+"""The files, links and empty folders in a folder, by relative path, each with numbers that tell a change."""
 
 
 def contents(folder: Path) -> Contents:
-    """What a folder holds; nothing if there is no folder."""
+    """The contents of a folder; empty if there is no folder."""
     return dict(_entries(folder))
 
 
@@ -45,17 +45,17 @@ def refuse(final: Path) -> None:
 
 
 def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> None:
-    """Give a folder its final name. It is merged with what has that name, as if it had been written there.
+    """Give a folder its final name. It is merged with a folder of that name, as if it had been written there.
 
     Args:
         staged: The folder, in a hidden one of its own.
         final: The name.
-        before: What was there when the checkpoint was begun. A file of it gives way to one of the same name.
-        replace: Whether all of that gives way. What was written there since then stays in any case.
+        before: The contents of ``final`` when the checkpoint was begun. A new file replaces one of the same name.
+        replace: Whether all of ``before`` is removed. Files that were written there later stay in any case.
 
     Raises:
         CommitError: ``final`` is no folder, or a file is in the place of a folder in it. Nothing has changed.
-        OSError: The file system has failed. What was there is there again.
+        OSError: The file system has failed. The old contents are there again.
     """
     refuse(final)
     home = Location(final.parent)
@@ -73,22 +73,22 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
         _put_back(old, final)
         raise
     store_of(home).sync_folder(home)
-    _keep(old, final, kept, replace=True)  # what was written between the look and the rename
+    _keep(old, final, kept, replace=True)  # files that were written between the look and the rename
     clear(staged, final.parent)
 
 
 def sync(folder: Path) -> None:
-    """Put a folder and all that is in it on stable storage."""
+    """Put a folder and everything in it on stable storage."""
     for path in (folder, *folder.rglob("*")):
-        # what is gone was a temporary file of another rank, which is still writing
+        # a file that is gone was a temporary one of another rank, which is still writing
         with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDONLY) as fd:
             os.fsync(fd)
 
 
 def clear(staged: Path, home: Path) -> None:
-    """Remove the hidden folder of a checkpoint, and the checkpoint if it is in there still.
+    """Remove the hidden folder of a checkpoint, and the checkpoint if it is still in it.
 
-    What somebody who was handed that folder has written beside it goes to ``home``.
+    Other files in the hidden folder, written by code that was given its path, move to ``home``.
     """
     hidden = staged.parent
     for name in {*os.listdir(hidden)} - {staged.name, _OLD, f"{_OLD}.copy", LOCK}:
@@ -100,12 +100,12 @@ def clear(staged: Path, home: Path) -> None:
 
 
 def numbered(name: str) -> re.Pattern[str]:
-    """Matches a name, also with other numbers in it."""
+    """A pattern that matches a name, also with other numbers in it."""
     return re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\Z")
 
 
 def alike(name: str) -> re.Pattern[str]:
-    """Matches the hidden folders of checkpoints with a name, or with other numbers in that name."""
+    """A pattern that matches the hidden folders of a checkpoint's name, also with other numbers in the name."""
     stem = location.stem_of_partial(f".{name}")
     if stem == f".{name}":
         return numbered(stem)
@@ -114,12 +114,12 @@ def alike(name: str) -> re.Pattern[str]:
 
 
 def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
-    """Remove what interrupted runs left of checkpoints, and put back those that such a run had moved aside.
+    """Remove the debris of interrupted runs, and put back checkpoints that such a run had moved aside.
 
     Args:
         room: The folder in which checkpoints lie until they have their names.
-        names: What :func:`alike` gives for the names.
-        home: The folder that checkpoints are to be in.
+        names: The pattern of :func:`alike` for the names.
+        home: The folder of the finished checkpoints.
     """
     try:
         for hidden in map(Path, retention.debris(Location(room), names)):
@@ -132,9 +132,9 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
 
 
 def _keep(source: Path, target: Path, known: Contents, *, replace: bool) -> Contents:
-    """Give what a folder holds a second name in another one; returns what it held.
+    """Give each file, link and empty folder in a folder a second name in another; returns the folder's contents.
 
-    What is as in ``known`` is left out where the target has something of that name, or with ``replace``.
+    An entry that is unchanged since ``known`` is left out if the target has that name, or with ``replace``.
     """
     there = contents(source)
     for path, stamp in there.items():
@@ -165,7 +165,7 @@ def _keep_one(entry: Path, new: Path) -> None:
 
 
 def _move(folder: Path, to: Path) -> bool:
-    """Rename a folder. overlayfs renames none of a lower layer: it is copied whole, then removed, and this is True."""
+    """Rename a folder. overlayfs cannot rename one of a lower layer: it is copied, then removed, and this is True."""
     try:
         os.rename(folder, to)
         return False
@@ -181,7 +181,7 @@ def _move(folder: Path, to: Path) -> bool:
 
 
 def _put_back(old: Path, final: Path) -> None:
-    """Undo :func:`_move`, also one that was interrupted."""
+    """Undo :func:`_move`, even after an interrupted call."""
     if not final.exists():
         if old.exists():
             os.rename(old, final)

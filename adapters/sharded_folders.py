@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint that a framework saves of sharded models and optimizers, written lazily."""
+"""Writes lazily the folders of torch.distributed.checkpoint in which frameworks save sharded models and optimizers."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class ShardedFolders:
     """Stands in for ``torch.distributed.checkpoint.save`` while a framework saves. Used on the training thread."""
 
     def __init__(self, settings: IoSettings) -> None:
-        """Take the settings, which have those of writers; nothing is started yet."""
+        """Take the settings, which include the settings of writers; nothing is started yet."""
         self._options: Any = {name: getattr(settings, name) for name in WriterSettings.model_fields}
         self._writers: dict[str, DataStatesStorageWriter] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy begins with: the settings alone."""
+        """The state of a copy: the settings alone."""
         return {**vars(self), "_writers": {}}
 
     @contextlib.contextmanager
     def writing(
         self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot], *, fsdp1: bool = False
     ) -> Iterator[None]:
-        """A context in which what ``torch.distributed.checkpoint`` saves to ``folder`` or below is written lazily.
+        """A context in which ``torch.distributed.checkpoint`` saves to ``folder``, and to folders below it, lazily.
 
         Args:
             folder: The folder of the checkpoint.
             modules: The models, whose buffers are copied.
             snapshots: The list that takes the folders' snapshots.
             fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits, unless
-                it was told to ignore DTensors of the models: those and their optimizer states are the live ones.
+                it was told to ignore DTensors of the models: these and their optimizer states are live tensors.
         """
         no_buffer = no_buffer_of(modules)
         live = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
@@ -86,12 +86,12 @@ class ShardedFolders:
             yield
 
     def _writer(self, name: str) -> DataStatesStorageWriter:
-        """The writer of what has that path in each checkpoint: it keeps plans and pinned memory."""
+        """The writer for the folder ``name`` in each checkpoint: it keeps plans and pinned memory."""
         if name not in self._writers:
             self._writers[name] = DataStatesStorageWriter(**self._options)
         return self._writers[name]
 
     def close(self) -> None:
-        """Wait for what is in flight, and free threads and memory."""
+        """Wait for saves in flight, and free threads and memory."""
         while self._writers:
             self._writers.popitem()[1].close()

@@ -1,4 +1,4 @@
-"""Functions that stand in for those of a library while it saves a checkpoint. The library decides all else."""
+"""Replaces functions of a library while it saves a checkpoint. The library decides all else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Function = Callable[..., Any]
 
 
 def instead_of(method: Function, stock: Function) -> Function:
-    """``method`` for a framework's function, which it is handed first. A copy of the object that has it has a copy."""
+    """Wrap ``method`` to replace a framework's function, its first argument. Copies of its object get copies of it."""
     return functools.update_wrapper(functools.partial(method, stock), stock)
 
 
 @contextlib.contextmanager
 def having(holder: Any, name: str, value: object) -> Iterator[None]:
-    """A context in which an attribute of an object has another value."""
+    """A context in which an attribute of ``holder`` has another value."""
     before = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -30,7 +30,7 @@ def having(holder: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(module: ModuleType | type, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
-    """A context in which another function is called for one of a module or a class, by this thread.
+    """A context in which this thread calls another function in place of one of a module or a class.
 
     Args:
         module: The module or class in which the function is looked up.

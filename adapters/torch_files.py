@@ -47,7 +47,7 @@ Lazy = Callable[[str, torch.Tensor], bool]
 
 
 class FileSettings(IoSettings):
-    """Settings of checkpoints: the fields of :class:`~datastates.config.IoSettings`, and these."""
+    """Settings of checkpoints in files: the fields of :class:`~datastates.config.IoSettings`, and more."""
 
     on_error: Literal["raise", "warn"] = Field(
         "raise",
@@ -107,7 +107,7 @@ def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
 
 
 def no_buffer_of(modules: Sequence[torch.nn.Module]) -> Lazy:
-    """A :data:`Lazy` for the state of modules: what is no buffer of them."""
+    """A :data:`Lazy` for the state of modules: it chooses all tensors except the modules' buffers."""
     buffers = frozenset().union(*map(buffer_storages, modules))
     return lambda _, tensor: tensor.untyped_storage().data_ptr() not in buffers
 
@@ -139,7 +139,7 @@ class TorchFiles:
         _all.add(self)
 
     def __reduce__(self) -> tuple[type[TorchFiles], tuple[FileSettings]]:
-        """A copy begins with the settings alone: threads, memory and what is under way stay here."""
+        """Make copies with the settings alone: threads, memory and files under way stay here."""
         return type(self), (self.settings,)
 
     def _start(self) -> Engine:
@@ -181,7 +181,7 @@ class TorchFiles:
             kind: Names files that have the same structure in each checkpoint: they share a plan.
             state: Nested dicts, lists and tuples, with tensors in them.
             path: The file, under a temporary name.
-            lazy: Which tensors are captured while training goes on.
+            lazy: Chooses the tensors that are captured while training goes on.
             attempt: A name that all files of one checkpoint share; by default a new one.
 
         Raises:
@@ -199,8 +199,8 @@ class TorchFiles:
         Args:
             tensors: The tensors by name.
             path: The file. Files of the same name in other folders have the same structure in each checkpoint.
-            metadata: What the header says besides the tensors.
-            lazy: Which tensors are captured while training goes on, by name and tensor.
+            metadata: Further texts for the header, by name.
+            lazy: Chooses the tensors that are captured while training goes on, by name and tensor.
 
         Raises:
             ProviderError: Tensors share memory, or the format cannot hold one; the message names it.
@@ -236,14 +236,14 @@ class TorchFiles:
         It is run also if this call is interrupted.
 
         Args:
-            name: What this is, for the log.
+            name: The name of this work in the log.
             courses: The courses of this rank's files of the checkpoint. None: ``act`` ends no checkpoint. Its failure
                 is logged. If nothing is under way, it runs at once instead, and its failure is raised, too.
-            act: Called with the error of a file, or None; it must raise that error. What it raises is a failure of the
+            act: Called with the error of a file, or None; it must raise that error. Its error is a failure of the
                 checkpoint, which :meth:`begin` or :meth:`close` raises later.
-            final: The file or folder that ``act`` names or removes: who looks at it waits until ``act`` has run.
-            older: Names beside it of what ``act`` may delete: who looks at these waits, too.
-            room: The folder in which it is hidden until then: who lists that waits, too. By default beside ``final``.
+            final: The file or folder that ``act`` names or removes. Code that looks at it waits until ``act`` has run.
+            older: Matches names beside ``final`` that ``act`` may delete. Code that looks at these waits, too.
+            room: The folder that hides it until then: code that lists it waits, too. By default beside ``final``.
         """
         ended, failures = Flag(), list[BaseException]()
         shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older, room)
@@ -285,12 +285,12 @@ class TorchFiles:
             if (call := task.take()) is not None:
                 call()
         except BaseException:
-            if (call := task.take()) is not None:  # the files are under way: what follows them must follow
+            if (call := task.take()) is not None:  # the files are under way: ``act`` must follow them
                 self._in_order.put(Work(call))
             raise
 
     def _see(self, ended: Flag, failures: Sequence[BaseException]) -> BaseException | None:
-        """Wait for an end, as somebody looks; returns why nothing may be deleted now, or None."""
+        """Wait for a checkpoint's end, as code looks at it; returns why nothing may be deleted now, or None."""
         ended.wait()
         return failures[0] if failures and self.settings.on_error == "raise" else None
 
@@ -315,7 +315,7 @@ class TorchFiles:
             abandon()
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint once those begun before have ended, or now; keep it if the last of them failed.
+        """Delete a checkpoint, once all begun before have ended; keep it if the last of them failed.
 
         Args:
             path: The file or folder.
@@ -335,7 +335,7 @@ class TorchFiles:
             self.wait()
 
     def show(self, name: str, to: str) -> None:
-        """Wait until everything begun has ended, as ``to`` says who looks at a checkpoint now. The log says so once.
+        """Wait until everything begun has ended, because ``to`` looks at a checkpoint now. The log names it once.
 
         Raises as :meth:`close` does, each failure once.
         """
@@ -381,6 +381,6 @@ _all: weakref.WeakSet[TorchFiles] = weakref.WeakSet()
 
 
 def wait_for_all() -> None:
-    """As :meth:`TorchFiles.wait`, for all of this process: another object may be saving what is read."""
+    """As :meth:`TorchFiles.wait`, for all objects of this process: another one may be saving the file that is read."""
     for files in list(_all):
         files.wait()

@@ -1,4 +1,4 @@
-"""Loads files of this package for frameworks, which name the place of tensors by a ``map_location``."""
+"""Loads files of this package for frameworks. A ``map_location`` chooses the devices of tensors, as in torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
 
     Args:
         path: The file.
-        settings: How to read.
-        map_location: Where tensors are to be; see :func:`placed`.
+        settings: The settings for reading.
+        map_location: The devices for tensors; see :func:`placed`.
         trust: Classes that may be loaded.
 
     Raises:
@@ -30,17 +30,17 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
         CorruptError: A tensor does not match its checksum; the message names it.
         TrustError: The file needs a class that is not trusted.
     """
-    gate.pass_all()  # what is loaded is about to be copied over the training state
+    gate.pass_all()  # loaded tensors are about to be copied over the training state
     return whole_checkpoint.load(
         Location(path), lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location)
     )
 
 
 def placed(map_location: Any) -> Callable[[Any], Any]:
-    """A function that moves an array of bytes from the CPU to where ``map_location`` says.
+    """A function that moves an array of bytes from the CPU to the device that ``map_location`` chooses.
 
     Args:
-        map_location: As of ``torch.load``: a device, its name, a dict of names or a callable. None: the CPU.
+        map_location: As for ``torch.load``: a device, its name, a dict of names or a callable. None: the CPU.
 
     Raises:
         TypeError: ``map_location`` is something else.

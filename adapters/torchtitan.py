@@ -1,7 +1,7 @@
 """torchtitan: a checkpoint manager that saves lazily, and an override that puts it in the place of torchtitan's own.
 
-Written for ``BaseCheckpointManager`` of torchtitan 0.3.0. Checkpoints are those of torchtitan's own manager,
-``step-N`` with ``.metadata`` in it, and each loads the other's.
+Written for ``BaseCheckpointManager`` of torchtitan 0.3.0. It writes checkpoints like torchtitan's own manager,
+``step-N`` with ``.metadata`` in it, and each manager loads the other's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
     """Captures while the next forward and backward passes run, and writes while training goes on.
 
     Give its ``Config`` as the ``checkpoint`` of the trainer's configuration, or name :func:`lazy_checkpoints` among the
-    configuration's overrides. Two kinds of checkpoints are torchtitan's own manager's alone: those in Hugging Face's
-    format, and seed checkpoints.
+    configuration's overrides. Only torchtitan's own manager makes two kinds of checkpoints: checkpoints in Hugging
+    Face's format, and seed checkpoints.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """torchtitan's settings of checkpoints, and this.
+        """torchtitan's settings of checkpoints, and one more.
 
         Attributes:
             host_cache: Host memory that checkpoints stream through, such as ``"8GiB"``; see
@@ -51,7 +51,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
         host_cache: str = "auto"
 
         def __post_init__(self) -> None:
-            """Refuse what this manager does not do."""
+            """Raise for settings that this manager does not support."""
             BaseCheckpointManager.Config.__post_init__(self)
             if self.initial_load_in_hf or self.last_save_in_hf:
                 raise ValueError("checkpoints in Hugging Face's format are for torchtitan's own manager")
@@ -76,9 +76,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
             model_parts: The models of this rank, one for each stage of a pipeline.
             optimizers: The trainer's container of optimizers.
             lr_schedulers: The trainer's container of schedulers.
-            states: What else to save, by name.
+            states: Other objects to save, by name.
             sd_adapter: Not used.
-            base_folder: The folder that ``config.folder`` lies in.
+            base_folder: The folder that holds ``config.folder``.
         """
         del sd_adapter
         self.enable = config.enable
@@ -112,7 +112,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        # torch's optimizers wait for the capture by themselves; what fails is told where the save is waited for
+        # torch's optimizers wait for the capture by themselves; a failure is told where the save is waited for
         if self.save_future is not None:
             course_of(self.save_future).wait_free()
 

@@ -101,7 +101,7 @@ class TrainerCheckpoints(FolderCheckpoints):
         trainer.add_callback(_AtEnd(self))
 
     def _train(self, stock: Function, *words: Any, **options: Any) -> Any:
-        """``Trainer.train``, which looks for checkpoints first. Whoever calls it may look when it has raised."""
+        """Replaces ``Trainer.train``, which looks for checkpoints first. Its caller may look once it has raised."""
         wait_for_all()
         try:
             return stock(*words, **options)
@@ -109,7 +109,7 @@ class TrainerCheckpoints(FolderCheckpoints):
             self.wait()
 
     def _finalize(self, stock: Function, *words: Any, **options: Any) -> Any:
-        """The end of ``train``: the Trainer deletes what is not the best, loads that, and calls ``on_train_end``."""
+        """Replaces the end of ``train``, which may load the best checkpoint and delete others: waits for all first."""
         self.wait()
         state = self._trainer.state
         if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
@@ -146,7 +146,7 @@ class TrainerCheckpoints(FolderCheckpoints):
         return type(self._trainer).__name__
 
     def _looks(self) -> str | None:
-        """Which callback may look at a checkpoint unseen as soon as the Trainer has saved it; None if none does."""
+        """Name the callback that may look at a checkpoint unnoticed once the Trainer has saved it, or None."""
         looking = [type(c).__name__ for c in self._trainer.callback_handler.callbacks if looks_on_save(c)]
         return f"the callback {looking[0]} has on_save" if looking else None
 
@@ -222,15 +222,15 @@ class TrainerCheckpoints(FolderCheckpoints):
 
 
 def is_stock(function: Any) -> bool:
-    """Whether a method is one that transformers comes with, as far as its code tells."""
+    """Whether a method comes with transformers, as far as its code tells."""
     code = getattr(function, "__code__", None)
     return code is not None and Path(code.co_filename).is_relative_to(Path(transformers.__file__).parent)
 
 
 def looks_on_save(callback: Any) -> bool:
-    """Whether a callback may look at a checkpoint in ``on_save`` by means that nobody hears of.
+    """Whether a callback may look at a checkpoint in ``on_save`` unnoticed, by other means than Python's functions.
 
-    Those that come with transformers look by Python's functions, if they look at all.
+    Callbacks that come with transformers look by Python's functions, if they look at all.
     """
     code = getattr(callback.on_save, "__code__", None)
     stock = (trainer_callback.__file__, integration_utils.__file__)

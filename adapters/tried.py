@@ -1,4 +1,4 @@
-"""The newest version of each framework that was tried. A newer one gets one warning, and no error."""
+"""The newest version of each framework that this package was tried with. A newer one gets one warning, no error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEWEST = {
     "torchtitan": "0.3.0",
     "transformers": "5.24.0",
 }
-"""By the name of the package."""
+"""The newest tried version of each package, by the package's name."""
 
 
 @cache
@@ -34,5 +34,5 @@ def warn_of_untried(package: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what marks it as a preview or a build."""
+    """The numbers of a version, without the marks of a preview or a build."""
     return tuple(map(int, re.findall("[0-9]+", re.split(r"[^0-9.]", version, maxsplit=1)[0])))

@@ -48,20 +48,20 @@ def files(metadata: Metadata | None) -> set[str]:
 def publish(
     path: Location, metadata: Metadata, results: Iterable[Sequence[WriteResult]], storage_meta: StorageMeta | None
 ) -> tuple[Metadata, StorageError | None]:
-    """Commit a checkpoint: replace ``.metadata`` atomically, then delete the files of the checkpoint before.
+    """Commit a checkpoint: replace ``.metadata`` atomically, then delete the previous checkpoint's files.
 
     Args:
         path: The file to replace.
         metadata: The metadata that the planner made.
-        results: Where each rank wrote each item.
-        storage_meta: What names the save.
+        results: For each rank, the places of the items that it wrote.
+        storage_meta: Identifies the save.
 
     Returns:
         The stored metadata, and None. The second is an error instead if the new ``.metadata`` may not survive a power
         failure: then the files of both checkpoints are kept.
 
     Raises:
-        StorageError: ``.metadata`` could not be written; the checkpoint before stands.
+        StorageError: ``.metadata`` could not be written; the previous checkpoint stands.
     """
     made = copy.copy(metadata)  # keeps attributes that another framework's planner added
     made.storage_data = {result.index: result.storage_data for each in results for result in each}

@@ -15,6 +15,6 @@ def key_of_chunk(index: MetadataIndex) -> str:
 
 
 def is_key_of(key: str, index: MetadataIndex) -> bool:
-    """Whether a container's key names that item."""
+    """Whether a container's key names the item with this index."""
     known = (index.fqn, key_of_chunk(index))
     return key[len(NAME) + 1 :] in known or key[len(NAME) + 1 :].rstrip(AGAIN) in known

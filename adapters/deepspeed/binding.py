@@ -104,7 +104,7 @@ class Calls:
         return self.ckpt_engine.load(path, map_location)
 
     def commit(self, info: Any) -> Any:
-        """End a checkpoint. ``info``: as of :meth:`create`; or None, from an optimizer step."""
+        """End a checkpoint. ``info``: as for :meth:`create`; or None, from an optimizer step."""
         return None if info is None else self.ckpt_engine.commit(info.tag)
 
     def cleanup(self) -> None:
@@ -163,7 +163,7 @@ def _saving(original: Any) -> Any:
 
 
 def _refuse_ungated(engine: Any) -> None:
-    """Refuse, on all ranks, engines that step their optimizer in another way than by torch's ``step()``."""
+    """Raise, on all ranks, for engines that step their optimizer in another way than by torch's ``step()``."""
     offload = engine._config.zero_config.offload_optimizer
     for wrong, what in (
         (getattr(engine, "zenflow", False), "zero_optimization.zenflow"),
@@ -206,14 +206,14 @@ def _validating(original: Any) -> Any:
 def _loading(original: Any) -> Any:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engines.wait()  # whoever loads may want what another engine saves
+        engines.wait()  # whoever loads may want a checkpoint that another engine saves
         return original(self, *args, **kwargs)
 
     return load_checkpoint
 
 
 def _after(wait: Callable[[Any], object], original: Any) -> Any:
-    """The method, which first waits for what the engine is saving."""
+    """Wrap a method of DeepSpeed, so that it first waits, by ``wait``, for the saves of its engine."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -113,7 +113,7 @@ class CheckpointEngine:
         if not self.settings.enabled:
             return
         self._refuse_children()
-        name = f"save/{next(self._numbers)}"  # before anything can fail: all ranks must count alike
+        name = f"save/{next(self._numbers)}"  # before anything can fail: all ranks must count the same
         if self._opened is not None:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
         self._wait_for_room()
@@ -155,7 +155,7 @@ class CheckpointEngine:
         would wait for this one.
 
         Args:
-            state_dict: What the file is to hold.
+            state_dict: The contents of the file.
             path: The file.
 
         Raises:
@@ -278,7 +278,7 @@ class CheckpointEngine:
 
         Args:
             path: The file.
-            map_location: As of ``torch.load``. By default, tensors of a file that this engine saved are on the CPU.
+            map_location: As for ``torch.load``. By default, tensors of a file that this engine saved are on the CPU.
 
         Returns:
             The object in the file.
@@ -294,7 +294,7 @@ class CheckpointEngine:
             engine.wait_for(file)
         if own.has_ending(Location(file)):
             return torch_loads.load(file, self.settings, map_location, trust="all")
-        gate.pass_all()  # what is loaded is about to be copied over the training state
+        gate.pass_all()  # loaded tensors are about to be copied over the training state
         try:
             return torch.load(path, map_location=map_location, weights_only=False)
         except Exception as error:  # a damaged file makes torch, tarfile and pickle raise almost anything
@@ -338,13 +338,13 @@ class CheckpointEngine:
 
 
 def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
-    """Which tensors of a file only an optimizer step changes: parameters and optimizer states.
+    """A :data:`Lazy` for one file: chooses tensors that only an optimizer step changes, parameters and its states.
 
     Buffers, tensors in the optimizer's parameter groups, and what the client added may change at any time. Files
     without DeepSpeed's usual keys (a pipeline's layers, experts) hold only parameters and buffers.
 
     Args:
-        state: What the file is to hold.
+        state: The contents of the file.
         buffers: Addresses of the storages that the forward pass may change.
     """
     has_sections = any(section in state for section in _STATE)

@@ -36,7 +36,7 @@ def pending_of(final: Path, room: Path | None = None) -> Pending:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed runs left in a folder and its subfolders; leave what a live run is writing."""
+    """Remove debris of killed runs from a folder and its subfolders; leave files that a live run is writing."""
     try:
         folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
     except OSError as error:
@@ -58,7 +58,7 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """The path at which it is written."""
+        """The path at which the file is written, before it gets its name."""
         return Path(self.pending.files[0])
 
 
@@ -137,7 +137,7 @@ class Save:
         return any(file.pending is pending for file in self._files)
 
     def hide(self, *, deletions_need_it: bool) -> None:
-        """Let everybody in this process who looks at the checkpoint wait for its end, from now on.
+        """From now on, let code of this process that looks at the checkpoint wait for its end.
 
         Args:
             deletions_need_it: Whether an older checkpoint may be deleted only once this one is complete. Otherwise it
@@ -240,7 +240,7 @@ class Save:
 
 
 def _publish(latest: Path, tag: str) -> None:
-    """Let ``latest`` name a tag, atomically: whatever happens, it names the old one or the new one."""
+    """Let ``latest`` name a tag, atomically: whatever happens, it names the old tag or the new one."""
     # who counts the folders beside ``latest`` counts checkpoints
     pending = pending_of(latest, latest.parent / tag)
     try:

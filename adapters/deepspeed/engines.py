@@ -1,4 +1,4 @@
-"""The checkpoint engines of this process: what one of them saves, another may load."""
+"""The checkpoint engines of this process. One engine may load a checkpoint that another one is saving."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from datastates.adapters.deepspeed.ending import Save
 
 
 class Engine(Protocol):
-    """What is asked of an engine. Its methods are those of a ``CheckpointEngine``."""
+    """The methods of a ``CheckpointEngine`` that this module calls."""
 
     process: int
     saves: list[Save]
 
     def wait(self, persist: bool = True) -> bool:
-        """Wait for its checkpoints."""
+        """Wait for the engine's checkpoints; see ``CheckpointEngine.wait``."""
 
     def wait_for(self, file: Path) -> None:
         """Wait for the checkpoint that writes a file."""
@@ -32,7 +32,7 @@ def add(engine: Engine) -> None:
 
 
 def every() -> list[Engine]:
-    """All that are noted, also those of the process that this one was forked from."""
+    """All noted engines, also engines of the process that this one was forked from."""
     return list(_engines)
 
 

@@ -14,7 +14,7 @@ ENTRY = "datastates_ckpt"
 
 
 class DeepSpeedSettings(FileSettings):
-    """Settings of DeepSpeed's checkpoints: those of :class:`~datastates.adapters.torch_files.FileSettings`, and these.
+    """Settings of DeepSpeed's checkpoints: fields of :class:`~datastates.adapters.torch_files.FileSettings`, and more.
 
     In the JSON file, ``true``, ``null`` and ``{}`` mean the defaults.
     """

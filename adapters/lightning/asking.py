@@ -1,6 +1,6 @@
-"""Who has asked Lightning for a checkpoint: who may look at it unseen, and whether Lightning will tell of an end.
+"""Finds the code that asked Lightning for a checkpoint: may it look at the file unnoticed, will ``teardown()`` follow?
 
-A plugin is never told of the trainer that uses it, nor called on other ranks than the first. The stack tells who asks:
+A plugin is never told of its trainer, and is called on the first rank only. So the caller is found on the stack:
 ``ModelCheckpoint`` saves by one method, and a trainer runs a stage by one, after which it calls ``teardown()``.
 """
 
@@ -18,9 +18,9 @@ _RUNS = ("trainer.trainer", "_run_stage")
 
 
 def needed() -> str | None:
-    """Who may look at the checkpoint that is being saved, as soon as that call has returned, by means unheard of.
+    """Name the code that may look, unnoticed, at the checkpoint that is being saved, once the save call returns.
 
-    These are other ranks, and code that is not Lightning's. None if nobody does.
+    That is other ranks, or code that is not Lightning's. None if nobody looks so.
     """
     asked = list(_lightnings())
     if not asked:
@@ -33,9 +33,9 @@ def needed() -> str | None:
 
 @contextlib.contextmanager
 def closing(close: Callable[[], None]) -> Iterator[None]:
-    """A context of a save. If no ``teardown()`` of Lightning's will follow, ``close`` is called at its end.
+    """A context of a save. If no ``teardown()`` by Lightning will follow, ``close`` is called at its end.
 
-    None follows a save outside of a stage (after ``fit``, by ``Fabric``), and none comes through ``AsyncCheckpointIO``,
+    None follows a save outside of a stage (after ``fit``, by ``Fabric``), or through ``AsyncCheckpointIO``,
     which saves on a thread of its own. A program that calls a plugin itself calls its ``teardown()``, too.
     """
     try:
@@ -47,7 +47,7 @@ def closing(close: Callable[[], None]) -> Iterator[None]:
 
 
 def _lightnings() -> Iterator[FrameType]:
-    """The calls of Lightning's that have led here on this thread, the last one first."""
+    """The frames of Lightning's code on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_lightning(_module(frame)):

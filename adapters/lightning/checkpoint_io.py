@@ -51,8 +51,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
     before have ended, and only if the last of them has succeeded.
 
     Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's step waits
-    until they are captured. Everything else is copied inside ``save_checkpoint()``. What has the address of a store is
-    saved, read and removed by Lightning's own plugin, at once.
+    until they are captured. Everything else is copied inside ``save_checkpoint()``. A checkpoint at the address of a
+    store is saved, read and removed by Lightning's own plugin, at once.
     """
 
     def __init__(self, *, lazy: Lazy = is_state, **options: Unpack[FileOptions]) -> None:
@@ -76,14 +76,14 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         self._thread = threading.get_ident()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy begins with, where a trainer is copied or pickled: nothing is under way."""
+        """The state of a copy, for when a trainer is copied or pickled: it has no checkpoint under way."""
         return {**vars(self), "snapshots": {}}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save a checkpoint; returns once everything that may change at any time is copied.
 
-        Who looks at the file before it has its name waits. Where that might be another rank, or unseen, this call
-        returns once the file has its name, and raises a failure of it: if something else in Lightning than its
+        Code that looks at the file before it has its name waits. If another rank might look, or code unnoticed, this
+        call returns once the file has its name, and raises its failure: if something else in Lightning than its
         ``ModelCheckpoint`` saves, or a subclass of that, if a logger of the program's own hears of it, outside of
         ``fit``, or on another thread than the training thread. Where Lightning will not call :meth:`teardown` after it,
         which is outside of ``fit`` and in ``AsyncCheckpointIO``, this call does.
@@ -111,7 +111,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
                 self.files.show(final.name, needed)
 
     def _needed(self) -> str | None:
-        """Who may look at the checkpoint unseen as soon as it is saved."""
+        """Name the code that may look at the checkpoint unnoticed as soon as it is saved; None if no code does."""
         if threading.get_ident() not in (self._thread, threading.main_thread().ident):
             return "another thread than the training thread saves it"
         return asking.needed()
@@ -154,8 +154,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: The file.
-            map_location: As of ``torch.load``; by default tensors are in host memory.
-            weights_only: False trusts every class in the file. True and None trust those in torch's ``safe_globals``.
+            map_location: As for ``torch.load``; by default tensors are in host memory.
+            weights_only: False trusts every class in the file. True and None trust classes in torch's ``safe_globals``.
 
         Returns:
             Lightning's checkpoint.
@@ -175,7 +175,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint once those begun before have ended; keep it if the last of them failed.
+        """Remove a checkpoint once all checkpoints begun before have ended; keep it if the last of them failed.
 
         Args:
             path: The file or folder.

@@ -24,7 +24,7 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
     """Let a ``ModelParallelStrategy`` or an ``FSDPStrategy`` save its sharded checkpoints lazily.
 
     Checkpoints are Lightning's folders, which it reads with or without this package. A folder gets its name once
-    everything in it is on stable storage. ``fit`` ends once all of them have.
+    everything in it is on stable storage. ``fit`` ends once all folders have their names.
 
     Args:
         strategy: The strategy, before it is given to the ``Trainer``. On several ranks, all must attach.
@@ -78,17 +78,17 @@ class StrategyCheckpoints(FolderCheckpoints):
             setattr(strategy, name, getattr(self, f"_{name}"))
 
     def _lightning_module_state_dict(self) -> dict[str, Any]:
-        """As of the strategy, but nothing is copied to the host."""
+        """As the strategy's own method, but nothing is copied to the host."""
         return get_model_state_dict(self._strategy.model, options=_ON_DEVICE)
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As of the strategy, but nothing is copied to the host."""
+        """As the strategy's own method, but nothing is copied to the host."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
         return get_optimizer_state_dict(self._strategy.model, optimizer, options=_ON_DEVICE)
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Replaces ``save_checkpoint`` of the strategy."""
-        filepath = self._strategy.broadcast(filepath)  # that of rank 0, as the strategy does
+        filepath = self._strategy.broadcast(filepath)  # the path of rank 0, as in the strategy
         location.refuse_address(filepath)
         final = Path(os.fspath(filepath)).absolute()
 
@@ -100,6 +100,6 @@ class StrategyCheckpoints(FolderCheckpoints):
             self.save(final, write, needed=asking.needed())
 
     def _remove_checkpoint(self, filepath: Any) -> None:
-        """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""
+        """Replaces ``remove_checkpoint`` of the strategy: waits for begun saves first; keeps it if the last failed."""
         if self._strategy.is_global_zero:
             self.files.remove(Path(os.fspath(filepath)).absolute())

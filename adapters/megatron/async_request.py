@@ -20,7 +20,7 @@ _log = logging.getLogger("datastates")
 
 
 def wait_for(token: str) -> None:
-    """Wait until the save of a :func:`token`, or its process, has ended: then its lock is free. Never raises.
+    """Wait until the save of a :func:`token`, or its process, has ended, which frees the lock. Never raises.
 
     Megatron calls this in a process that it forked or spawned. An error would stop a persistent worker, for which all
     ranks would then wait forever. Megatron does not notice an error in a forked process.
@@ -60,7 +60,7 @@ def request(snapshot: Snapshot, async_strategy: str) -> Any:
 
     Its finalization waits until the snapshot is committed, and raises its failure. Then the finalization functions that
     Megatron adds afterwards, such as the one that writes ``metadata.json``, do not run. They run on no rank, as the
-    snapshots of all ranks end alike.
+    snapshots of all ranks end the same way.
     """
     strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     if hasattr(strategies, "get_async_strategy"):

@@ -37,7 +37,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
 
     It reads only the ranges that are needed, coalesced, straight into the tensors, and verifies them by checksums.
     Ranks of one host that load columns of the same matrices divide the reads.
-    :class:`~datastates.adapters.dcp.DataStatesStorageReader` says which parts of stock files it verifies.
+    The docstring of :class:`~datastates.adapters.dcp.DataStatesStorageReader` names the verified parts of stock files.
 
     Use it on the training thread, for one load at a time.
     """
@@ -100,7 +100,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
     def _plan(
         self, sharded_state_dict: dict[str, Any], directory: Location
     ) -> tuple[Offer | None, Callable[[Neighbours | None], dict[str, Any]]]:
-        """Plan a load: what this rank offers the others of its host, and a function that loads."""
+        """Plan a load. Returns this rank's offer to the other ranks of its host, and a function that loads."""
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state: dict[str, Any] = mcore_to_pyt_state_dict(by_key, True)
@@ -130,7 +130,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
 
 
 def _tried(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """What a function returns, or what it raises."""
+    """Call a function. Returns its result and None, or None and its exception."""
     try:
         return do(), None
     except Exception as error:

@@ -75,8 +75,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         """Save, and return once the checkpoint is committed.
 
         Args:
-            sharded_state_dict: As of :meth:`async_save`.
-            checkpoint_dir: As of :meth:`async_save`.
+            sharded_state_dict: As for :meth:`async_save`.
+            checkpoint_dir: As for :meth:`async_save`.
 
         Raises:
             ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
@@ -153,7 +153,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
 
 
 class _Failed(DefaultSavePlanner):
-    """A planner that raises the error with which describing the state failed."""
+    """A planner for a rank that could not describe its state: it raises that error where planning begins."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class ExchangedPlan(LoadPlan):
 
     @classmethod
     def of(cls, plan: LoadPlan) -> ExchangedPlan:
-        """A plan that this process makes, with the items and all other attributes of ``plan``."""
+        """Make an exchanged plan with the items and all other attributes of ``plan``."""
         return cls._made(plan.items, vars(plan))
 
     @classmethod
@@ -37,7 +37,7 @@ class ExchangedPlan(LoadPlan):
 
     @property
     def items(self) -> list[ReadItem]:
-        """The items. Another process's plan drops the bytes once they are asked for, because they may change then."""
+        """The plan's items. Another process's plan unpickles them at the first call, and drops their bytes then."""
         own = vars(self)
         if "_pickled" in own:
             self.items = pickle.loads(own["_pickled"])

@@ -18,7 +18,7 @@ from datastates.state.streams import current_device
 from datastates.storage import Location
 
 Place = tuple[ReadItem, _StorageInfo]
-"""An item, and where the checkpoint's metadata says it is."""
+"""An item, and its place from the checkpoint's metadata."""
 AHEAD_SHARE = 0.9
 """Smallest share of a file that a plan must want for the file to be read ahead: all of its first extents are read."""
 
@@ -44,7 +44,7 @@ class Loading:
         metadata: Metadata,
         open_file: Callable[[Location, Sequence[Place]], Container | None],
     ) -> None:
-        """Begin to read the file that is wanted most, if it is one of this package's and wanted nearly whole.
+        """Begin to read the file with the most wanted bytes, if this package wrote it and it is wanted nearly whole.
 
         Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the ranks do. A file
         that cannot be opened is left to the load, which reports it.
@@ -74,7 +74,7 @@ class Loading:
         return self._executor
 
     def close(self) -> None:
-        """Stop what is still being read, and free the host cache. Idempotent."""
+        """Stop the reads under way, and free the host cache. Idempotent."""
         self.reads.close()
         if self._executor is not None:
             self._executor.close()

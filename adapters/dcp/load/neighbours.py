@@ -22,7 +22,7 @@ from datastates.reading.exchange import MINIMUM, PATIENCE, patience_of
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank's plan says to rank 0: it wants enough columns to divide the reads. Names its host."""
+    """A rank's message to rank 0, in its plan: it wants enough columns to divide the reads. Names its host."""
 
     host: str
 
@@ -38,13 +38,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What rank 0 says to a rank: who divides reads with it.
+    """The answer of rank 0 to a rank: the ranks that divide reads with it.
 
     Attributes:
         name: The name of the exchange.
         rank: The number of this rank.
-        ranks: The numbers of all who take part, with this one.
-        patience: Seconds to wait for one that does nothing.
+        ranks: The numbers of all ranks that take part, this one included.
+        patience: Seconds to wait for a rank that makes no progress.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Neighbours:
 
 
 def introduce(offers: Mapping[int, Offer]) -> dict[int, Neighbours]:
-    """The neighbours of each rank that has made an offer and has some."""
+    """The neighbours of each rank that made an offer and has others of its host beside it."""
     name, found = secrets.token_hex(8), dict[int, Neighbours]()
     for ranks in map(ranks_in, by_host({rank: offer.host for rank, offer in offers.items()})):
         if len(ranks) > 1:
@@ -74,7 +74,7 @@ def agree(world: World, error: BaseException | None, offer: Offer | None) -> Nei
         The neighbours of this rank; None if it has none.
 
     Raises:
-        BaseException: ``error``, or what else :func:`~datastates.ranks.together.settle` raises.
+        BaseException: ``error``, or another error that :func:`~datastates.ranks.together.settle` raises.
     """
 
     def decide(told: dict[int, bytes]) -> bytes:
@@ -87,7 +87,7 @@ def agree(world: World, error: BaseException | None, offer: Offer | None) -> Nei
 
 
 def _has_gaps(item: ReadItem, metadata: Metadata) -> bool:
-    """Whether what the item wants of a stored part has gaps, as columns of a matrix have."""
+    """Whether the elements that an item wants of a stored part have gaps between them, as columns of a matrix have."""
     index = item.storage_index
     kind: Any = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(kind, TensorStorageMetadata):

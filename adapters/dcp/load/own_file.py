@@ -1,4 +1,4 @@
-"""A file of this package, for the reader: an opened container, and the arrays that it has for items."""
+"""A file of this package for the storage reader: an opened container, and its arrays for the wanted items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from datastates.state.runs import pairs
 
 
 class OwnFile:
-    """A file of this package, and the arrays that lie where a checkpoint's metadata says that items are."""
+    """A file of this package, and its arrays at the places that the checkpoint's metadata names."""
 
     def __init__(self, source: Container, needed: Sequence[tuple[ReadItem, _StorageInfo]]) -> None:
         """Find the arrays of the needed items in an opened container."""
@@ -46,7 +46,7 @@ class OwnFile:
         Args:
             reads: The reads of this load, to add to.
             item: The item.
-            place: Where the checkpoint's metadata says it is.
+            place: Its place from the checkpoint's metadata.
             planner: Names the tensor that the item is read into, or takes its bytes.
 
         Returns:
@@ -64,7 +64,7 @@ class OwnFile:
         return lambda: planner.load_bytes(item, io.BytesIO(data.tobytes()))
 
     def _row(self, offset: int, item: ReadItem) -> Row:
-        """The array that the metadata says is at ``offset``, where an archive begins, or bare bytes do."""
+        """The array at ``offset``, the place from the metadata, where its archive or its bare bytes begin."""
         is_bytes = item.type == LoadItemType.BYTE_IO
         rows = self._rows.get(offset, [])
         for row in rows:

@@ -20,7 +20,7 @@ from datastates.state.strides import span
 
 
 def begin_of(item: ReadItem) -> tuple[int, ...]:
-    """Where the item's stored part begins in its logical tensor, in elements along each dimension."""
+    """First index of the item's stored part in its logical tensor, in elements along each dimension."""
     return tuple(item.storage_index.offset or ())
 
 
@@ -31,7 +31,7 @@ def name_of(item: ReadItem) -> str:
 
 
 def nbytes_of(item: ReadItem, place: _StorageInfo, metadata: Metadata) -> int:
-    """Bytes that an item wants of what is stored at ``place``."""
+    """Bytes that an item wants of the stored part at ``place``."""
     kind = metadata.state_dict_metadata.get(item.dest_index.fqn)
     if isinstance(kind, TensorStorageMetadata):
         return math.prod(item.lengths) * kind.properties.dtype.itemsize
@@ -51,7 +51,7 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
 
 
 def is_memory(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of that type can be read straight into a tensor's memory."""
+    """Whether elements of type ``dtype`` can be read straight into a tensor's memory."""
     return target.dtype == dtype and arrays.kind_of(target) is not None
 
 
@@ -87,7 +87,7 @@ def queue_box(
         row: The stored row.
         item: The item.
         planner: Names the tensor that the item is read into.
-        claims: The memory that is read into. A tensor whose memory is taken is filled from a copy. None: no
+        claims: The memory that this load reads into. A tensor whose memory is taken is filled from a copy. None: no
             tensors of this load can share memory.
 
     Returns:

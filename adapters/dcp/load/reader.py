@@ -40,7 +40,7 @@ _WITHIN = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Queued:
-    """What is left to do once a plan's items have been read.
+    """The work that is left once a plan's items have been read.
 
     Attributes:
         stock: The files of torch's own writer, to verify.
@@ -54,12 +54,12 @@ class _Queued:
 
 
 class DataStatesStorageReader(FileSystemReader):
-    """Loads checkpoints of :class:`DataStatesStorageWriter`, and those of torch's own writer, for ``dcp.load``.
+    """Loads checkpoints of :class:`DataStatesStorageWriter` and of torch's own writer, for ``dcp.load``.
 
     It reads only the ranges that are needed, coalesced, straight into the tensors. Ranks of one host that load columns
     of the same matrices divide the reads.
 
-    Everything that is read from this package's files is verified by checksums. From torch's files, a tensor is verified
+    All data that is read from this package's files is verified by checksums. From torch's files, a tensor is verified
     if it is loaded as a whole and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor
     are read by torch's own code.
     """
@@ -89,7 +89,7 @@ class DataStatesStorageReader(FileSystemReader):
 
     @gc_pause.paused()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``, which says which file holds what.
+        """Read ``.metadata``, which names the file and the place of each item.
 
         Returns:
             The metadata.
@@ -107,21 +107,21 @@ class DataStatesStorageReader(FileSystemReader):
             raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget an earlier load, also one that has failed before it read."""
+        """Forget an earlier load, even one that failed before it read."""
         self._new_loading().close()
         super().reset(checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Take the metadata, which the plans are made from."""
+        """Take the checkpoint's metadata, from which the plans are made."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._metadata = metadata
 
     @gc_pause.paused()
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Begin to read what this rank will probably want, while the ranks exchange their plans.
+        """Begin to read the file that this rank will probably want, while the ranks exchange their plans.
 
         Returns:
-            The plan, as one that is cheap to exchange, with what this rank offers the others of its host.
+            The plan in a form that is cheap to exchange, with this rank's offer to the other ranks of its host.
         """
         prepared = super().prepare_local_plan(plan)
         assert self._metadata is not None  # DCP sets the reader up before
@@ -134,7 +134,7 @@ class DataStatesStorageReader(FileSystemReader):
         return sent
 
     def offer(self, plan: LoadPlan) -> Offer | None:
-        """What a rank with this plan offers the others of its host; None for nothing. For those who exchange no plans.
+        """The offer of a rank with this plan to the others of its host, or None. For loads that exchange no plans.
 
         The ``storage_data`` of its plan then are the :class:`~datastates.adapters.dcp.load.neighbours.Neighbours` that
         the ranks agree on.
@@ -152,7 +152,7 @@ class DataStatesStorageReader(FileSystemReader):
             return None
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0: introduce ranks of a host that want columns to each other: they divide the reads."""
+        """On rank 0: introduce the ranks of a host that want columns to each other, so that they divide the reads."""
         prepared: list[LoadPlan] = super().prepare_global_plan(plans)
         offers = {rank: plan.storage_data for rank, plan in enumerate(prepared) if isinstance(plan.storage_data, Offer)}
         neighbours = introduce(offers)
@@ -161,7 +161,7 @@ class DataStatesStorageReader(FileSystemReader):
         return prepared
 
     def _new_loading(self) -> Loading:
-        """A load, in the place of one that was begun and not finished."""
+        """Begin a load, in place of one that was begun and not finished."""
         if self._loading is not None:
             self._loading.close()
             self._loading = None

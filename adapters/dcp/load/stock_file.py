@@ -1,7 +1,7 @@
 """A file of torch's own writer, for the reader: archives of one tensor each, and bare bytes, one after another.
 
-Such a file has no index. The end of each archive says where the tensor's bytes are and gives their one checksum; the
-beginning gives the tensor's type and shape.
+Such a file has no index. The end of each archive tells the place of the tensor's bytes and their one checksum; the
+beginning tells the tensor's type and shape.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class StockFile(RecordFile):
     def __init__(
         self, path: Location, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
     ) -> None:
-        """Find the needed items in a file; those that cannot be read in ranges are left to torch.
+        """Find the needed items in a file; items that cannot be read in ranges are left to torch.
 
         Args:
             path: The file.
             nbytes: Its length.
-            needed: The items to load from it, and where each is. Nothing else is looked at.
+            needed: The items to load from it, each with its place. Nothing else is looked at.
             claims: The memory that one load, from all its files, reads into; this file adds to it.
 
         Raises:
@@ -111,7 +111,7 @@ class StockFile(RecordFile):
         Args:
             reads: The reads of this load, to add to.
             item: The item.
-            place: Where the checkpoint's metadata says it is.
+            place: Its place from the checkpoint's metadata.
             planner: Names the tensor that the item is read into.
 
         Returns:
@@ -167,7 +167,7 @@ class StockFile(RecordFile):
         """Compare the tensors that were read as a whole with their checksums.
 
         Args:
-            tally: What the load read.
+            tally: The amount that the load read.
 
         Returns:
             The tally, in which these tensors count as verified.
@@ -192,7 +192,7 @@ class StockFile(RecordFile):
 
 
 def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
-    """Whether a tensor lies in memory as ``array``, which fills its storage, lies in the file."""
+    """Whether a tensor has the same layout in memory as ``array``, which fills its storage, has in the file."""
     if target.is_conj() or target.is_neg() or not is_dense(array.shape, array.stride):
         return False
     row_major = strides.is_row_major(array.shape, array.stride) and target.is_contiguous()

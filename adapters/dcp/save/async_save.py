@@ -109,7 +109,7 @@ def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
 
 
 class Session:
-    """What a writer keeps for saves without collectives: threads, plans, the order of saves."""
+    """The state that a writer keeps for saves without collectives: threads, plans, the order of saves."""
 
     def __init__(self, writer: DataStatesStorageWriter, directory: Location) -> None:
         """Meet the other ranks in torch's Store; ``directory`` only names the meeting."""
@@ -226,7 +226,7 @@ class Session:
             self._engine.do_aside(tell)
 
     def close(self) -> None:
-        """Wait for what is in flight, and give threads and memory back."""
+        """Wait for the saves in flight, and give threads and memory back."""
         self._engine.close()
 
     def close_later(self) -> None:

@@ -32,7 +32,7 @@ IN_FLIGHT = 2
 class Turn:
     """A save's turn in its session. Entering waits until the save before has begun; leaving lets the next begin.
 
-    So does dropping it, for a call that was interrupted before anybody had it.
+    Dropping the turn lets the next begin, too, for a call that was interrupted before anybody had it.
     """
 
     name: str
@@ -83,14 +83,14 @@ class DcpEnding:
         meta: StorageMeta | None,
         order: Order,
     ) -> None:
-        """End with the other ranks.
+        """Prepare to end this rank's file together with the other ranks.
 
         Args:
             world: The ranks.
             turn: The save's turn.
-            path: Where this rank's file is to be written.
+            path: The path to write this rank's file to.
             agreed: The plans.
-            meta: What names the save.
+            meta: Identifies the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
         """
         self.path = Location(path)
@@ -109,7 +109,7 @@ class DcpEnding:
         """Do nothing: the writer has made the folder."""
 
     def commit(self, vote: Vote) -> Location:
-        """Tell the coordinator where each item is, and hear its decision.
+        """Tell the coordinator the place of each item, and hear its decision.
 
         Raises as :func:`~datastates.ranks.together.settle` does. A CommitError may also say that the checkpoint stands
         but may not survive a power failure.
@@ -169,7 +169,7 @@ class DcpEnding:
                 store_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error itself."""
+        """``error`` itself: no other cause is known."""
         return error
 
     def decline(self, error: BaseException) -> None:

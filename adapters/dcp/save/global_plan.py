@@ -22,9 +22,9 @@ class Agreed:
 
     Attributes:
         local: This rank's local plan.
-        digest: The digest of that.
+        digest: The digest of the local plan.
         digests: On the coordinator: the digests of all ranks' local plans, by rank.
-        plan: What this rank writes.
+        plan: The plan of the items that this rank writes.
         metadata: On the coordinator: the checkpoint's metadata.
         items: On the coordinator: the number of items that all ranks write.
     """

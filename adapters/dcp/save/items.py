@@ -1,4 +1,4 @@
-"""The items of a SavePlan as shards of one container: written, and where in the file each item is."""
+"""Writes the items of a SavePlan as shards of one container, and tells DCP the place of each item in the file."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Written:
 
     @gc_pause.paused()
     def results(self, nbytes: int) -> list[WriteResult]:
-        """For DCP, where in the file each item is: a tensor's archive, or an object's bare bytes.
+        """The place of each item in the file, for DCP: of a tensor's archive, or of an object's bare bytes.
 
         Args:
             nbytes: The length of the file as it was written.
@@ -125,11 +125,11 @@ def begin(
         saver: Keeps the plan of the file before; its framing is :data:`FRAMING`.
         plan: The items to write.
         planner: Resolves each item to its data.
-        ending: Where the file is to be written, and how it ends.
+        ending: The path of the file, and its commit or removal.
         staged: The state. Its snapshot goes on with the file.
 
     Returns:
-        The rest of the work, to be run; and the file, which tells DCP where each item is once it is written.
+        The rest of the work, to be run; and the file, which tells DCP the place of each item once it is written.
 
     Raises:
         ProviderError: An item is no tensor that can be stored.

@@ -23,7 +23,7 @@ class LocalPlans:
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Begin without a known plan."""
         self._basis: list[object] | None = None
         self._plan = SavePlan([])
 

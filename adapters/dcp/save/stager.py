@@ -14,7 +14,7 @@ from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 
 
 class _Handed(Future[dict[str, Any]]):
-    """A future that is done once the state is captured. Its result, the live state, can be had at once for the save."""
+    """A future that is done once the state is captured. The save gets its result, the live state, at once."""
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class DataStatesStager(AsyncStager):
         self._writer = storage_writer
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Copy what may change at any time, and guard the rest of the state until it is captured.
+        """Copy the state that may change at any time, and guard the rest until it is captured.
 
         Args:
             state_dict: The state dict, as ``dcp.async_save`` hands it over.

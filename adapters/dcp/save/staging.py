@@ -36,14 +36,14 @@ Lazy = Callable[[str, torch.Tensor], bool]
 def is_large(name: str, tensor: torch.Tensor) -> bool:
     """The default for ``lazy``: small tensors, such as buffers that a forward pass changes, are copied at once.
 
-    So are tensors that others than torch can write, by the rule for providers.
+    Tensors that other libraries than torch can write are copied, too, by the rule for providers.
     """
     del name
     return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
 def _nothing(name: str, tensor: torch.Tensor) -> bool:
-    """A :data:`Lazy` by which everything is copied."""
+    """A :data:`Lazy` that chooses no tensor: everything is copied."""
     del name, tensor
     return False
 
@@ -66,11 +66,11 @@ class Staged:
         kept: Sequence[tuple[str, torch.Tensor]] | None = None,
         owned: bool = False,
     ) -> None:
-        """Copy what may change at any time. The gate guards the rest from now on.
+        """Copy the state that may change at any time. The gate guards the rest from now on.
 
         Args:
             state_dict: The live state.
-            lazy: Which tensors are guarded instead of copied. None are inside an optimizer's ``step()``.
+            lazy: Chooses tensors that are guarded instead of copied. Within an optimizer's ``step()``, all are copied.
             step: A number for the snapshot.
             grace: Seconds in which :meth:`saved_by` must be called.
             kept: The live tensors in the state dict, by name. If given, nothing is copied.
@@ -117,17 +117,17 @@ class Staged:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a save has begun that will capture it."""
+        """Whether a save that will capture the state has begun."""
         return self._saver is not None
 
     def saved_by(self, thread: threading.Thread) -> None:
-        """Note the thread that will capture it. If that thread ends before, the gate opens."""
+        """Note the thread that will capture the state. If that thread ends before, the gate opens."""
         with self._lock:
             self._saver = thread
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """A context, on any thread, in which to begin the capture.
+        """A context, on any thread, in which a save begins the capture.
 
         Copies that begin in it wait for the GPU work that was enqueued before staging, and for no later work. If the
         context is left by an error, the gate opens.
@@ -164,7 +164,7 @@ class Staged:
         self._begun.set()
 
     def is_over(self) -> bool:
-        """Whether its capture has begun or never will. Gives up if nobody is left to begin it."""
+        """Whether the capture of the state has begun or never will. Gives up if nobody is left to begin it."""
         if not self._begun.is_set():
             if os.getpid() != self._process:  # a forked child: only its parent can capture it
                 self.course.abandon()
@@ -177,7 +177,7 @@ class Staged:
         return self._begun.is_set() or self.course.error is not None
 
     def wait_begun(self) -> None:
-        """Wait until its capture has begun or never will."""
+        """Wait until the capture of the state has begun or never will."""
         while not self.is_over():
             self._begun.wait(_POLL)
 

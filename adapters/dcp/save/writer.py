@@ -30,7 +30,7 @@ from datastates.storage import Location, location, store_of
 
 
 class WriterSettings(IoSettings):
-    """The options of a writer: the fields of :class:`~datastates.config.IoSettings`, and this."""
+    """The options of a writer: the fields of :class:`~datastates.config.IoSettings`, and one more."""
 
     rank_timeout: float = Field(
         600.0,
@@ -46,10 +46,10 @@ class WriterOptions(IoOptions, total=False):
 
 
 class Closable(Protocol):
-    """Something that is closed with a writer."""
+    """An object that is closed together with a writer."""
 
     def close(self) -> None:
-        """Wait for what is in flight, and give threads and memory back."""
+        """Wait for saves in flight, and give threads and memory back."""
 
 
 class DataStatesStorageWriter(FileSystemWriter):
@@ -107,13 +107,13 @@ class DataStatesStorageWriter(FileSystemWriter):
         self._writing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and path, for another process."""
+        """The settings and the path, to make a new writer in another process."""
         fresh = object.__new__(type(self))
         fresh._start()
         return {name: value for name, value in vars(self).items() if name not in vars(fresh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take those, and begin as a new writer."""
+        """Begin as a new writer with these settings and this path."""
         vars(self).update(state)
         self._start()
 
@@ -132,7 +132,7 @@ class DataStatesStorageWriter(FileSystemWriter):
     # --- staging
 
     def hold(self, state_dict: dict[str, Any]) -> Staged:
-        """Copy what may change at any time, and guard the rest of a state dict until the next save has captured it.
+        """Copy the state that may change at any time, and guard the rest of it until the next save has captured it.
 
         Returns:
             The staged state.
@@ -175,7 +175,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Identify the save. A save calls this first, on the thread that goes on to write."""
+        """Identify the save. DCP calls this first in a save, on the thread that goes on to write."""
         self._enter()
         return super().storage_meta()
 
@@ -208,7 +208,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             planner: Resolves each item to its data.
 
         Returns:
-            A future that is done already: where in the file each item is.
+            A future that is done already, with the place of each item in the file.
 
         Raises:
             ProviderError: An item is no tensor that can be stored; the message names it.
@@ -228,7 +228,7 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         given, self._staged = self._staged, None
-        # what was not staged stays as it is until this save returns, and needs no gate
+        # state that was not staged stays as it is until this save returns, and needs no gate
         staged = given or Staged({}, self.lazy, owned=True)
         course = staged.course
         try:

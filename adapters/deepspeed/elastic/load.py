@@ -1,4 +1,4 @@
-"""Resumes on another number of ranks, straight from the files of the ranks that saved."""
+"""Loads a DeepSpeed checkpoint on another number of ranks, straight from the files of the ranks that saved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_checkpoint(
     """Load a checkpoint that any number of data-parallel ranks saved. All ranks call it together.
 
     Each rank reads its present part of the master weights and the optimizer's state from the files of all ranks, and
-    verifies it. Ranges that are too short to verify, because reading what their checksums cover would take much longer,
+    verifies it. Some ranges are so short that reading all bytes under their checksums would take much longer: these
     are not verified, and their keys are logged. DeepSpeed itself loads everything else. Names, shapes and types are
     compared on all ranks before anything is changed.
 
@@ -87,7 +87,7 @@ def load_checkpoint(
 
 
 def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | None:
-    """The tag, the same on all ranks: one rank reads ``latest``."""
+    """The tag of the checkpoint, the same on all ranks: one rank reads ``latest``. None without a tag."""
 
     def decide(told: dict[int, bytes]) -> bytes:
         if len(wishes := set(told.values())) > 1:
@@ -189,7 +189,7 @@ class _AsSavedHere:
         self._saved = saved
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """The contents of the module's file, or of this rank's optimizer file."""
+        """Return the contents of the module's file, or of this rank's optimizer file."""
         if path != self._model:
             return {"optimizer_state_dict": {**self._live.state(), **self._saved.globals}}
         state: dict[str, Any] = self._own.load(path, map_location=map_location)

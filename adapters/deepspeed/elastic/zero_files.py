@@ -1,4 +1,4 @@
-"""The files of one DeepSpeed checkpoint as parts of logical tensors: which rank's file holds which range.
+"""Maps the files of one DeepSpeed checkpoint to logical tensors: finds the ranks' files that hold a range.
 
 A flat tensor in a rank's file holds ranges of many parameters. Their places follow from the parameters' shapes and the
 number of ranks, so a file is opened only when it is needed.
@@ -77,7 +77,7 @@ class StateFile:
         return value
 
     def row(self, ref: ArrayRef) -> Row:
-        """Where an array of the file is."""
+        """The row of an array: its place in the file."""
         return self._saved.rows[ref.key]
 
 
@@ -90,7 +90,7 @@ class Flat:
         ranks: The number of ranks that saved.
         partition: With ZeRO-1 and ZeRO-2, which lay all parameters end to end: elements of each rank's partition. None
             with ZeRO-3, which cuts each parameter by itself.
-        states: The states with this layout, by name. The row of each gives its type; the shape of a number is ().
+        states: The states with this layout, by name, each with a row that gives its type; a number has the shape ().
     """
 
     parameters: tuple[tuple[Name, tuple[int, ...]], ...]
@@ -151,7 +151,7 @@ class Section:
         groups: Sequence[Any],
         open_rank: Callable[[int], tuple[Container, Arrays]],
     ) -> None:
-        """``open_rank`` opens a rank's file and returns it with its arrays."""
+        """Describe the section. ``open_rank`` opens a rank's file and returns it with its arrays."""
         self.name = name
         self.flats = flats
         self.groups = groups
@@ -179,7 +179,7 @@ class Section:
         return replace(row, key=key, shape=(0,), stride=(1,), global_shape=tensor.shape, box=None, flat=(0, 0))
 
     def sources(self, key: str, begin: int, end: int) -> Iterator[tuple[Container, Row]]:
-        """Files and rows with elements ``begin`` to ``end - 1``; of a number, that of the parameter's first element."""
+        """Files and rows with elements ``begin`` to ``end - 1``; for a number, from the rank of the first element."""
         tensor = self.tensors[key]
         for rank in self.flats[tensor.flat].holders(tensor.name, tensor.shape, begin, end):
             source, rows = self._of_rank(rank)
@@ -237,7 +237,7 @@ class _Groups(Container):
 
 
 class ZeroFiles(Stored):
-    """A checkpoint of DeepSpeed's as one of logical tensors, for :class:`datastates.restoring.restore.Restore`."""
+    """A checkpoint of DeepSpeed as logical tensors, for :class:`datastates.restoring.restore.Restore`."""
 
     def __init__(self, path: Path, ranks: int, first: Container, sections: Sequence[Section]) -> None:
         """Describe the checkpoint.
@@ -253,7 +253,7 @@ class ZeroFiles(Stored):
         self._sections = {section.name: section for section in sections}
 
     def expect_objects(self, rank: int) -> None:
-        """Nothing: the files' objects were read before."""
+        """Do nothing: the files' objects were read before."""
         del rank
 
     def base(self, provider: str, rank: int) -> Container | None:

@@ -74,7 +74,7 @@ class LiveZero:
         return {name: p.ds_tensor.detach() for name, p in named if name not in trained}
 
     def frozen_provider(self) -> ShardedZeroProvider:
-        """The provider of those fragments."""
+        """The provider of this rank's fragments of frozen parameters."""
         shapes = {self._name(p): tuple(p.ds_shape) for p in self._engine.module.parameters()}
         shares = [
             Partition(FlatLayout.each_split([(name, shapes[name])], self.rank, self.ranks), {FRAGMENT: fragment})

@@ -40,11 +40,11 @@ class SavedZero:
         path: Its folder.
         stage: 1, 2 or 3.
         ranks: The number of ranks that saved it.
-        globals: Those values of :data:`GLOBALS` that it has.
+        globals: The values named in :data:`GLOBALS`, as far as it has them.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the files of rank 0. Those of other ranks are opened when they are needed.
+        """Open the files of rank 0. Files of other ranks are opened when they are needed.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -116,7 +116,7 @@ class SavedZero:
             raise FormatError(f"{self.optimizer_path(0)}: its groups are not those of {self.model_path(0)}")
 
     def _partition(self, zero: Mapping[str, Any], i: int) -> int:
-        """Elements of each rank's partition of a group, with padding. Rank 0 has padding only if it is alone."""
+        """Elements of each rank's partition of group ``i``, with padding. Rank 0 has padding only if it is alone."""
         saved = self._held[0].arrays[i][MASTER].shape[0]
         return max(saved + (int(zero["group_paddings"][i]) if self.ranks == 1 else 0), 1)
 
@@ -141,7 +141,7 @@ class SavedZero:
             self._held[rank] = self._read(self._open(self.optimizer_path(rank)))
         return self._held[rank]
 
-    # --- what it holds
+    # --- its contents
 
     @property
     def module(self) -> Mapping[str, Any]:
