@@ -77,7 +77,7 @@ def snapshot(
         TypeError, ValueError: Another argument is impossible.
         CommitError: Another rank failed before it began to save, or the ranks gave different paths.
         RanksMissingError: Some ranks did not call it within ``rank_timeout`` seconds.
-        StorageError: The directory around ``path`` cannot be listed, or cleaned of what interrupted runs left.
+        StorageError: The directory around ``path`` cannot be listed, or cleaned of debris of interrupted runs.
     """
     name = "snapshot"
     with telling(lambda: Location.of(path).parent, options, partial(refuse_to_meet, name)):
@@ -105,14 +105,14 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """Restore one checkpoint in place, without a :class:`Checkpointer`. All ranks call it together.
 
     Args:
-        providers: What to restore, as for :meth:`Checkpointer.restore`.
+        providers: The state to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
             are restored by their names, and objects that only a provider can take back are missing.
         **options: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast``, ``strict``,
             ``trust``, ``verify`` and ``fallback``. And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
-        What was restored, and from which step.
+        The result of the restore, with the step and the restored keys.
 
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
@@ -146,13 +146,13 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     ``print()`` of the result has a line for each key. All ranks call it together.
 
     Args:
-        providers: What would be restored.
+        providers: The state that would be restored.
         path: As for :func:`restore`.
         **options: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast`` and
             ``trust``. And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
-        What would be restored, cast, and left as it is.
+        The keys that would be restored, cast, and left as they are.
 
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
@@ -196,7 +196,7 @@ def load(
             imports no torch; parameters, and tensors that require a gradient, are then plain arrays. None: an array
             that came from torch is a tensor if torch is installed, which is then imported, and a NumPy array if not;
             all others are NumPy arrays.
-        device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
+        device: The device of torch tensors: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
             Tensors on a device need no host memory but the host cache.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
@@ -274,7 +274,7 @@ def export(
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Returns:
-        What was written, and what was left out.
+        A description of the written files, and of the keys that were left out.
 
     Raises:
         FileExistsError: ``target`` exists.

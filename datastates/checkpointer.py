@@ -65,7 +65,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
-        """Open a directory of checkpoints. Create it if needed, and remove what interrupted runs left there.
+        """Open a directory of checkpoints. Create it if needed, and remove debris of interrupted runs.
 
         Args:
             directory: The directory of the checkpoints. Each checkpoint is a directory in it.
@@ -223,7 +223,7 @@ class Checkpointer:
         The call first waits until no snapshot of this checkpointer is in flight, so that it finds all of them. Errors
         of failed snapshots are not raised here, but by the next :meth:`snapshot` or by :meth:`close`.
 
-        The number of ranks and the parts that each rank holds may differ from those at the save. Each rank reads the
+        The number of ranks and the parts that each rank holds may have changed since the save. Each rank reads the
         parts that it holds now. Keys, shapes and dtypes are compared on all ranks before any state is changed. Damaged
         array data is found only while it is read. The error then names the tensor, and the state is partly overwritten.
 

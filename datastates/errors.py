@@ -246,7 +246,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put ``what`` in front of the message of a FormatError, but not of its subclasses, which name it themselves."""
+    """Put ``what`` in front of the message of a FormatError. Its subclasses name the thing themselves."""
     try:
         yield
     except FormatError as error:

@@ -1,4 +1,4 @@
-"""The command ``datastates export``."""
+"""The command ``datastates export``: writes a checkpoint's tensors as files of other tools."""
 
 from __future__ import annotations
 

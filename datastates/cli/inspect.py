@@ -1,4 +1,4 @@
-"""The command ``datastates inspect``."""
+"""The command ``datastates inspect``: lists the tensors and objects of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``datastates ls``."""
+"""The command ``datastates ls``: lists the checkpoints in a directory."""
 
 from __future__ import annotations
 

@@ -42,5 +42,5 @@ def as_part(part: Mapping[str, Any], shape: Sequence[int]) -> str:
 
 
 def as_shape(shape: Sequence[int]) -> str:
-    """A shape as ``2x3``."""
+    """A shape as text, such as ``2x3``."""
     return "x".join(map(str, shape)) if shape else "scalar"

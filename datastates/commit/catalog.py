@@ -198,7 +198,7 @@ class Catalog:
             read: Reads the file.
             file_nbytes: Length of the file.
             head_crc: The CRC-32 that the head must have.
-            name: How error messages name the file.
+            name: The file's name in error messages.
 
         Raises:
             FormatError: The file is no catalog, or its head has another checksum.

@@ -88,7 +88,7 @@ class CheckpointEnding:
         self._pending.begin()
 
     def commit(self, vote: Vote) -> Location:
-        """Vote and wait for the other ranks; raises what :meth:`~datastates.commit.ballot.Ballot.cast` does."""
+        """Vote and wait for the other ranks; raises as :meth:`~datastates.commit.ballot.Ballot.cast` does."""
 
         def retain() -> None:
             self.committed = time.monotonic()

@@ -66,7 +66,7 @@ class Manifest(_Model):
     world_size: Annotated[int, Field(ge=1)]
     containers: tuple[ContainerEntry, ...]
     catalog: CatalogEntry | None = None
-    """Which rank holds which part of each tensor; only for several ranks."""
+    """The catalog, which tells the ranks that hold each tensor's parts; None for one rank."""
 
     @model_validator(mode="after")
     def _numbered(self) -> Manifest:

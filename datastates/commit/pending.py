@@ -35,7 +35,7 @@ def as_debris(path: Location) -> Location:
 class Pending:
     """A checkpoint, a folder or files that are being written. Used by one thread at a time.
 
-    Making it only says what :meth:`begin` is to make, so it can be abandoned at any time, also after an interrupt.
+    The constructor makes no file: :meth:`begin` does. So it can be abandoned at any time, also after an interrupt.
 
     Attributes:
         directory: The partial directory for its files.

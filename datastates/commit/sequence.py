@@ -20,7 +20,7 @@ _PATIENCE = 10.0
 
 
 def next_sequence(root: Location) -> int:
-    """A sequence number above those of the committed checkpoints below ``root``.
+    """A sequence number above the numbers of all committed checkpoints below ``root``.
 
     A manifest that cannot be read may hold a number above all others: it counts for one more.
     """

@@ -19,10 +19,10 @@ def _random(*what: object) -> int:
 def cover(key: str, dtype: str, part: Part) -> int:
     """A number modulo :data:`PRIME`. The covers of parts that tile their tensors add up to 0.
 
-    Suppose that of each logical tensor at most one part has the first element. If every logical tensor is tiled exactly
+    Suppose that at most one part of each logical tensor has its first element. If every logical tensor is tiled exactly
     once, by boxes only or by flat ranges only, the covers of all parts add up to 0 modulo :data:`PRIME`. Otherwise they
     add up to 0 with a probability below 2**-100. With several first elements this does not hold: a tensor that is tiled
-    twice adds up to 0, too. So does a tensor of which no part has any element.
+    twice adds up to 0, too. So does a tensor without any element in its parts.
 
     Args:
         key: The logical tensor's key.

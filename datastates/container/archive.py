@@ -30,7 +30,7 @@ ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
 
 
 def encode_framing(records: Records, nest: Nest | None = None) -> memoryview:
-    """All bytes between the records' data, end to end.
+    """Encode all bytes between the records' data, end to end.
 
     The fields of unknown checksums are zero and must be filled in later. With ``nest`` the bytes include the nested
     archives, except the last one's ending.
@@ -96,7 +96,7 @@ def is_beginning(head: bytes) -> bool:
 
 
 Read = Callable[[int, int], bytes]
-"""Called with an offset and a length in bytes; returns those bytes of the file."""
+"""Given an offset and a length in bytes, returns these bytes of the file."""
 
 
 @dataclass(frozen=True, slots=True)

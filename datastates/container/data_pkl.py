@@ -33,7 +33,7 @@ def encode_pickle(
 
     Args:
         states: The providers, in the order of the index.
-        offset: Where the data of ``data.pkl`` will begin in the file.
+        offset: File offset of the data of ``data.pkl``.
         bare: Whether ``data.pkl`` is the value of the only provider rather than a mapping of providers.
     """
     parts = [pickle_writer.stream(b"")[:-1]]

@@ -33,7 +33,7 @@ _READ_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container:
-    """One container file, opened: its index has been checked."""
+    """An opened container file, whose index has been checked."""
 
     path: Location
     nbytes: int

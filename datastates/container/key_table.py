@@ -69,20 +69,20 @@ class PackedKeys(Sequence[str]):
     @overload
     def __getitem__(self, i: slice) -> list[str]: ...
     def __getitem__(self, i: int | slice) -> str | list[str]:
-        """The string of this number, or the strings of a slice of numbers."""
+        """The string with this number, or the strings in a slice."""
         if isinstance(i, slice):
             return [self[n] for n in range(*i.indices(len(self)))]
         return self.encoded(i).decode("utf-8", "surrogatepass")
 
     def __iter__(self) -> Iterator[str]:
-        """All strings, one after the other."""
+        """Iterate over all strings."""
         start = 0
         for end in self._end.tolist():
             yield self.data[start:end].decode("utf-8", "surrogatepass")
             start = end
 
     def some(self, numbers: I64) -> list[str]:
-        """The strings of these numbers."""
+        """The strings with these numbers."""
         if not self.data.isascii():
             return [key.decode("utf-8", "surrogatepass") for key in self.encoded_some(numbers)]
         end, text = self._end[numbers], self.data.decode()
@@ -90,13 +90,13 @@ class PackedKeys(Sequence[str]):
         return [text[a:b] for a, b in zip(begin, end.tolist(), strict=True)]
 
     def encoded_some(self, numbers: I64) -> list[bytes]:
-        """The strings of these numbers as UTF-8."""
+        """The strings with these numbers, as UTF-8."""
         end = self._end[numbers]
         begin, data = (end - self.nbytes[numbers]).tolist(), self.data
         return [data[a:b] for a, b in zip(begin, end.tolist(), strict=True)]
 
     def encoded(self, i: int) -> bytes:
-        """The string of this number as UTF-8."""
+        """The string with this number, as UTF-8."""
         end = int(self._end[i])
         return self.data[end - int(self.nbytes[i]) : end]
 

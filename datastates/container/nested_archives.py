@@ -24,7 +24,7 @@ from datastates.state.shards import StoredArray
 ROOM = 80
 """Offset of the nested bytes in a local header; the header's own fields are always shorter."""
 CRC_PLACES = (DESCRIPTOR_CRC, DESCRIPTOR + ROOM + zip_frames.CENTRAL_CRC)
-"""Where a record's CRC-32 stands, from its descriptor's begin: in the descriptor, and in its archive's directory."""
+"""Offsets of a record's CRC-32 from its descriptor's begin: in the descriptor, and in its archive's directory."""
 
 
 _NAME = zip_frames.record_name(0)

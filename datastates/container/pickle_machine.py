@@ -55,7 +55,7 @@ class Machine(_PurePython):  # type: ignore[misc]
     """
 
     def __init__(self, data: bytes) -> None:
-        """Begin at the beginning of a stream."""
+        """Prepare to read a stream from its beginning."""
         self.data = data
         self._file = io.BytesIO(data)
         super().__init__(self._file)
@@ -88,7 +88,7 @@ class Machine(_PurePython):  # type: ignore[misc]
         self._left("<Q")
 
     def load_bytearray8(self) -> None:
-        """Read a bytearray."""
+        """Read a bytearray, whose length the stream states."""
         self.append(bytearray(self.read(self._left("<Q"))))
 
     def load_memoize(self) -> None:

@@ -131,7 +131,7 @@ class StoredRows(Mapping[str, Row]):
 
     @cached_property
     def names(self) -> list[str]:
-        """For each row, in the order of the index, the key that stands for its place: the last key of that place."""
+        """For each row, in the order of the index, the name of its place: the last key of the rows there."""
         columns = self.columns(self.keys_in_order)
         order = np.lexsort((columns.offset, columns.record))
         record, offset = columns.record[order], columns.offset[order]
@@ -151,7 +151,7 @@ class StoredRows(Mapping[str, Row]):
 
     @cached_property
     def by_place(self) -> dict[DataPlace, str]:
-        """The key that stands for each place."""
+        """For each place, the last key of the rows there."""
         self.make(self.keys_in_order)
         return {place_of(self[key]): key for key in self.keys_in_order}
 
@@ -160,5 +160,5 @@ class StoredRows(Mapping[str, Row]):
         return dict(zip(self.keys_in_order, self.names, strict=True))
 
     def names_of(self, keys: Sequence[str]) -> Sequence[str]:
-        """For each of these keys, the key that stands for its place."""
+        """For each of these keys, the name of its place, as in :attr:`names`."""
         return keys if self.names is self.keys_in_order else [self._name[key] for key in keys]

@@ -59,7 +59,7 @@ def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> 
 
     Args:
         numbers: The tuples' numbers.
-        starts: Where each tuple begins.
+        starts: For each tuple, the number of its first entry in ``numbers``.
         counts: The length of each tuple. Of a tuple longer than ``width``, the first numbers are left out.
         width: Length of the rows.
         filler: Fills the rows.

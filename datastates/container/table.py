@@ -42,7 +42,7 @@ class Row:
         shape: Elements along each dimension, of this part.
         stride: Elements to step along each dimension.
         global_shape: Shape of the logical tensor.
-        box: Where this part begins in the logical tensor along each dimension; None for a flat range.
+        box: First index of this part in the logical tensor along each dimension; None for a flat range.
         flat: First and one past the last element in the flattened logical tensor; None unless it is a flat range.
         digest: Its contribution to the digest of the logical tensor; None if it was not computed.
     """
@@ -124,26 +124,26 @@ class ShardTable:
 
     @cached_property
     def packed_keys(self) -> PackedKeys:
-        """The keys as the index stores them."""
+        """The rows' keys, packed as the index stores them."""
         return PackedKeys.of(self.keys)
 
     @cached_property
     def by_key(self) -> KeyLookup:
-        """Row numbers by full key."""
+        """A look-up of row numbers by full key."""
         return KeyLookup(None if self.bare else self.providers, self.provider, self.packed_keys)
 
     def of_provider(self, name: str) -> list[int]:
-        """Row numbers of one provider."""
+        """The numbers of one provider's rows."""
         if name not in self.providers:
             return []
         return np.flatnonzero(self.provider == self.providers.index(name)).tolist()
 
     def row(self, i: int) -> Row:
-        """One row as an object."""
+        """The row with this number as an object."""
         return next(self.rows([i]))
 
     def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
-        """Rows as objects; many rows at once cost a few microseconds each."""
+        """The rows with these numbers as objects; many rows at once cost a few microseconds each."""
         chosen = np.asarray(numbers, np.int64)
         begins = zip(*[starts[chosen].tolist() for starts in self.starts], strict=True)
         described = zip(*[getattr(self, name)[chosen].tolist() for name in _NUMBERS], strict=True)

@@ -1,6 +1,6 @@
 """Encodes the ZIP64 framing of a container: headers, descriptors and padding, which decide the places of the data.
 
-It follows APPNOTE 6.3.10 and what torch 2.13 writes and accepts. ``docs/format.md`` specifies the bytes.
+It follows APPNOTE 6.3.10; torch 2.13 accepts it. ``docs/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shortest_header(name: bytes) -> int:
 def local_header(
     name: bytes, nbytes: int, length: int, *, crc: int, flags: int, nested: tuple[int, bytes] = (0, b"")
 ) -> bytes:
-    """A local header padded to ``length``, so that the data behind it is aligned.
+    """Encode a local header, padded to ``length`` bytes so that the data behind it is aligned.
 
     ``nested`` is an offset within the header, and bytes to put there, in the padding.
     """
@@ -70,7 +70,7 @@ def local_header(
 
 
 def encode_frames(records: Records) -> memoryview:
-    """All bytes between the storage records' data, end to end: local headers, padding, descriptors.
+    """Encode all bytes between the storage records' data, end to end: local headers, padding, descriptors.
 
     Where a checksum is unknown, the executor fills it in as the data goes by.
     """
@@ -129,7 +129,7 @@ def aligned(offset: int) -> int:
 
 
 def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
-    """An entry of the central directory."""
+    """Encode an entry of the central directory."""
     head = _CENTRAL.pack(
         b"PK\1\2", _MADE_BY, _NEEDS, flags, 0, 0, _EPOCH, crc, _UNKNOWN, _UNKNOWN, len(name), 28, 0, 0, 0, 0, _UNKNOWN
     )
@@ -137,7 +137,7 @@ def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) 
 
 
 def encode_directory(records: Records) -> bytes:
-    """The entries of all storage records in the central directory."""
+    """Encode the entries of all storage records in the central directory."""
     parts = []
     for first, last in _alike(len(records)):
         run = slice(first, last)
@@ -153,7 +153,7 @@ def encode_directory(records: Records) -> bytes:
 
 
 def encode_ending(entries: int, offset: int, nbytes: int, comment: bytes) -> bytes:
-    """The end records and the comment that follow a central directory.
+    """Encode the end records and the comment that follow a central directory.
 
     The directory has ``entries`` entries and ``nbytes`` bytes, and begins at ``offset``.
     """

@@ -239,7 +239,7 @@ class Copier:
         window.pieces.append(_Piece(number, end, array, place if is_cast else None))
 
     def _check(self, file: File, window: _Window, sums: U32) -> None:
-        """Compare the digests of the tensors that end in a window, cast what is to be cast, and fill in checksums."""
+        """Compare the digests of the tensors that end in a window, cast elements, and fill in checksums."""
         as_stored, as_written = sums
         for piece in window.pieces:
             tensor = file.tensors[piece.number]

@@ -1,6 +1,6 @@
 """The layout of a file that ``torch.load`` opens: a flat dict of tensors by name. Pure functions.
 
-The file is an archive like those of ``torch.save``, with the pickle in front. It has no index of this package.
+The file is an archive as ``torch.save`` writes it, with the pickle in front. It has no index of this package.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class ArchivedTensor:
     """A tensor in an archive; lengths and offsets in bytes.
 
     Attributes:
-        array: How the tensor lies in its storage.
-        offset: Where the storage begins in the archive.
+        array: The tensor's layout in its storage.
+        offset: Offset of the storage in the archive.
         nbytes: Length of the storage.
         crc: CRC-32 of the storage; None if torch was told not to compute one.
     """
@@ -228,7 +228,7 @@ def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _widened(extra: bytes, numbers: tuple[int, ...]) -> Iterator[int]:
-    """The numbers of an entry; those too large for 32 bits are taken from its zip64 field."""
+    """The numbers of an entry. Numbers too large for 32 bits are taken from its zip64 field."""
     count = numbers.count(_UNKNOWN)
     wide = dict(_fields(extra)).get(_ZIP64, b"") if count else b""
     if len(wide) < 8 * count:

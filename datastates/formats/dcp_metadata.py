@@ -81,15 +81,15 @@ class _Fields:
 
 
 class _Metadata(_Fields):
-    """A ``Metadata``."""
+    """Stands for torch's ``Metadata``."""
 
 
 class _Tensor(_Fields):
-    """A ``TensorStorageMetadata``."""
+    """Stands for torch's ``TensorStorageMetadata``."""
 
 
 class _Properties(_Fields):
-    """A ``TensorProperties``, whose state is a tuple that begins with the element type."""
+    """Stands for torch's ``TensorProperties``, whose state is a tuple that begins with the element type."""
 
     @property
     def dtype(self) -> str | None:
@@ -102,23 +102,23 @@ class _Properties(_Fields):
 
 
 class _Bytes(_Fields):
-    """A ``BytesStorageMetadata``."""
+    """Stands for torch's ``BytesStorageMetadata``."""
 
 
 class _Chunk(_Fields):
-    """A ``ChunkStorageMetadata``."""
+    """Stands for torch's ``ChunkStorageMetadata``."""
 
 
 class _Index(_Fields):
-    """A ``MetadataIndex``."""
+    """Stands for torch's ``MetadataIndex``."""
 
 
 class _Storage(_Fields):
-    """A ``_StorageInfo``."""
+    """Stands for torch's ``_StorageInfo``."""
 
 
 class _Size:
-    """A ``torch.Size``: becomes a tuple."""
+    """Stands for ``torch.Size``: makes a tuple."""
 
     def __new__(cls, sizes: Any = ()) -> tuple[int, ...]:  # type: ignore[misc]
         if not pickle_policy.are_sizes(sizes):
@@ -149,7 +149,7 @@ _CLASSES: dict[str, type] = {
 
 
 def _constant(full: str) -> str | None:
-    """The name of an element type of torch."""
+    """The name of torch's element type ``full``, such as ``torch.float32``; None for another name."""
     name = full.removeprefix("torch.")
     return name if name in _TYPES and full != name else None
 

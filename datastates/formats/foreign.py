@@ -43,7 +43,7 @@ class Foreign:
     is_listed = True
 
     def __init__(self, format: str, path: Location, files: Sequence[ForeignFile], step: int | None = None) -> None:
-        """Take the opened files."""
+        """Make a checkpoint of its opened files."""
         self.format = format
         self.path = path
         self.files = files
@@ -129,7 +129,7 @@ class Foreign:
     # --- all of it
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read all tensors into new memory, by full key, and verify those that have checksums.
+        """Read all tensors into new memory, by full key, and verify all that have checksums.
 
         Raises:
             CorruptError: A tensor does not match its checksum; the message names it.

@@ -33,11 +33,11 @@ class Opened(Protocol):
 
     @property
     def format(self) -> str:
-        """The name of its format, with its article."""
+        """The name of the checkpoint's format, with its article."""
 
     @property
     def tensors(self) -> Tensors:
-        """Its logical tensors."""
+        """The checkpoint's logical tensors."""
 
     @property
     def files(self) -> Sequence[TensorFile]:
@@ -50,7 +50,7 @@ class Opened(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that :meth:`verify` reads."""
+        """The number of bytes that :meth:`verify` reads."""
 
     @property
     def proof(self) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-Core in its format ``torch_dist``: one of DCP, with ``metadata.json`` and ``common.pt``."""
+"""Reads checkpoints of Megatron-Core in its format ``torch_dist``: DCP's files, ``metadata.json``, ``common.pt``."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class OwnCheckpoint:
         return whole_checkpoint.load(self._path, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """Compare every byte with a checksum, or with what the rest of the checkpoint implies.
+        """Compare every byte with a checksum, or with the bytes that the rest of the checkpoint implies.
 
         All other files are compared even if one cannot be read, or is not the file that the manifest names.
         """

@@ -1,4 +1,4 @@
-"""Verifies every byte of a checkpoint of this package: by a checksum, or by what the rest of the checkpoint implies."""
+"""Verifies every byte of a checkpoint of this package: by a checksum, or by the bytes that its other parts imply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from datastates.storage.stores import reader
 
 
 def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Read every byte of a container, and compare it with its checksum or with what the index implies.
+    """Read every byte of a container, and compare it with its checksum or with the byte that the index implies.
 
     ``progress`` is called with the number of bytes after each read.
     """

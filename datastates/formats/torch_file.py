@@ -32,9 +32,9 @@ from datastates.storage.stores import reader
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
 _LEGACY = re.compile(rb"\x80.(?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
-"""How the files of torch.save began before torch 1.6, and begin with ``_use_new_zipfile_serialization=False``."""
+"""The beginning of files of torch.save before torch 1.6, or with ``_use_new_zipfile_serialization=False``."""
 _PLAIN = re.compile(rb"\x80[\x02-\x05]")
-"""How a pickle begins that is no part of an archive. It ends with a dot."""
+"""The beginning of a pickle that is no part of an archive. Such a pickle ends with a dot."""
 _HEAD = 512
 """Bytes at the beginning that hold the name of an archive's first record."""
 _WINDOW = 1024

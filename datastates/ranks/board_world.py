@@ -63,10 +63,10 @@ class Board(Protocol):
         """The random name of this run, the same on all ranks."""
 
     def put(self, box: str, data: bytes) -> None:
-        """Leave this rank's message and its mark."""
+        """Leave this rank's message and its mark in a box."""
 
     def mark(self, box: str) -> None:
-        """Leave this rank's mark without a message."""
+        """Leave this rank's mark in a box, without a message."""
 
     def marks(self, box: str) -> int:
         """The number of ranks that have left a mark. The message of a rank that called :meth:`put` is there by then."""
@@ -78,10 +78,10 @@ class Board(Protocol):
         """Claim a box; returns the rank that claimed it first, which may be this one."""
 
     def take_back(self, box: str) -> None:
-        """Delete this rank's message."""
+        """Delete this rank's message from a box."""
 
     def drop(self, box: str, ranks: Iterable[int]) -> None:
-        """Delete the box: its marks, its claim, and the messages of these ranks."""
+        """Delete a box: its marks, its claim, and the messages of these ranks."""
 
     def close(self, *, given_up: bool) -> None:
         """Close the board; on rank 0, delete what the run left there. ``given_up``: an agreement lacked a rank."""

@@ -1,6 +1,6 @@
 """A board in a shared directory.
 
-The board relies only on what NFS guarantees: a rename is atomic, and a listing of a directory shows every entry that
+The board relies only on guarantees of NFS: a rename is atomic, and a listing of a directory shows every entry that
 was renamed into it before. It looks for entries by listing the directory, never by opening a path on the chance that
 it exists: a client may remember that a name was absent.
 """

@@ -38,7 +38,7 @@ class Service:
                 raise
 
     def entries(self, key: str) -> list[bytes]:
-        """The contents of a key's entries."""
+        """The contents of all entries of a key."""
         return [content for _, content in self._client().key_value_dir_get_bytes(f"{_folder(key)}/")]
 
     def delete(self, key: str) -> None:
@@ -102,7 +102,7 @@ class JaxKeys:
         self._call("delete", key)
 
     def close(self) -> None:
-        """End the calls once those before this have returned. Later ones raise UnreachableError."""
+        """End the calls once all earlier ones have returned. Later calls raise UnreachableError."""
         self._call.close()
 
 

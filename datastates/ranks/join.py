@@ -4,7 +4,7 @@ All files are below ``.ranks``. The steps:
 
 1. Every process leaves a file ``hello-RANK-SIZE-NONCE``. Rank 0 makes a folder with a random name for the run.
 2. Once every rank has said hello, rank 0 writes into ``session-RUN`` which processes it has seen. Some may be dead:
-   their files look like those of living processes.
+   their files look like a living process's.
 3. A process that finds its own nonce there answers with a file in the run's folder. When more processes come, rank 0
    writes the session again.
 4. Once a process of each rank has answered, rank 0 writes who the members are. Only then do they form a run. If the

@@ -1,4 +1,4 @@
-"""Polling, for waits that nothing can wake."""
+"""Polling: repeated looks with growing pauses, for waits that nothing can wake."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def until(look: Callable[[], _T | None], end: float, interval: float) -> _T | No
     ``look`` is called at least once, and once more when the time is up.
 
     Args:
-        look: Returns what it finds, or None.
+        look: Returns the thing it waits for once it is found, until then None.
         end: When to give up, on the monotonic clock.
         interval: The longest pause, in seconds.
 
     Returns:
-        What ``look`` returned, or None if the time was up.
+        The result of ``look``, or None if the time was up.
     """
     pause = first(interval)
     while (found := look()) is None:

@@ -78,7 +78,7 @@ class TorchKeys:
         self._call("delete_key", _named(key))
 
     def close(self) -> None:
-        """End the calls once those before this have returned. Later ones raise UnreachableError."""
+        """End the calls once all earlier ones have returned. Later calls raise UnreachableError."""
         self._call.close()
 
 

@@ -44,7 +44,7 @@ class Lock(ABC):
 
     @abstractmethod
     def hold(self, *, shared: bool = False) -> bool | None:
-        """Lock it without waiting: True if locked, False if another holds it, None if it cannot be locked at all."""
+        """Lock the file without waiting: True if locked, False if another holds it, None if no lock is possible."""
 
     @abstractmethod
     def is_at(self, path: Location) -> bool:
@@ -94,7 +94,7 @@ class Writer(ABC):
 
 
 class Store(ABC):
-    """Files under paths."""
+    """The contract of a store of files and folders, by path."""
 
     # --- looking
 
