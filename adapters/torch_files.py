@@ -119,7 +119,7 @@ def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:
 
 
 class TorchFiles:
-    """Writes files in the background, and runs what follows each checkpoint (renames, removals, votes) in order.
+    """Writes files in the background, and runs the ends of checkpoints (renames, removals, votes) in order.
 
     Used on one thread at a time. Threads and memory are allocated by the first file, and again after :meth:`close`.
     """
@@ -128,9 +128,9 @@ class TorchFiles:
         """Take the settings; nothing is started yet."""
         self.settings = settings
         self.failures = 0
-        """How many checkpoints have failed so far."""
+        """The number of checkpoints that have failed so far."""
         self.last_failed = False
-        """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
+        """Whether the checkpoint that ended last has failed. Set in the background, before the next work in order."""
         self._engine: Engine | None = None
         self._process = os.getpid()
         self._last: Task[None] | None = None

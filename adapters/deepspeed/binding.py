@@ -1,4 +1,4 @@
-"""Binds DeepSpeed to this package. It adds what DeepSpeed's own engine for ``datastates_ckpt`` leaves out.
+"""Binds DeepSpeed to this package. It mends gaps in DeepSpeed's own engine for ``datastates_ckpt``.
 
 That engine claims to be decoupled but hands no checkpoint to DeepSpeed's commit, so ``latest`` is never written. And
 DeepSpeed itself truncates ``latest`` in place, before other ranks have written their files. Therefore:
@@ -96,11 +96,11 @@ class Calls:
         self.ckpt_engine.create(info.tag)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save one file."""
+        """Save one file of a checkpoint: ``state_dict`` at ``path``."""
         self.ckpt_engine.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load one file."""
+        """Load one file; see :meth:`~.checkpoint_engine.CheckpointEngine.load`."""
         return self.ckpt_engine.load(path, map_location)
 
     def commit(self, info: Any) -> Any:

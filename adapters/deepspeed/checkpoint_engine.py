@@ -340,7 +340,7 @@ class CheckpointEngine:
 def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
     """A :data:`Lazy` for one file: chooses tensors that only an optimizer step changes, parameters and its states.
 
-    Buffers, tensors in the optimizer's parameter groups, and what the client added may change at any time. Files
+    Buffers, tensors in the optimizer's parameter groups, and the client's own may change at any time. Files
     without DeepSpeed's usual keys (a pipeline's layers, experts) hold only parameters and buffers.
 
     Args:

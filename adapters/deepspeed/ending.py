@@ -26,9 +26,9 @@ _PENDING = re.compile(r"\.")
 
 
 def pending_of(final: Path, room: Path | None = None) -> Pending:
-    """A folder to make, with the path in it to write to (``files[0]``).
+    """Plan a hidden folder for the file ``final``. Its ``files[0]`` is the path in it to write to.
 
-    ``room`` is where the folder is to lie, on the file system of ``final``; None: beside it.
+    ``room`` is the folder that holds it, on the file system of ``final``; None: the folder of ``final``.
     """
     pending = Pending(Location((room or final.parent) / f".{final.name}"))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it

@@ -55,7 +55,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         warn_of_untried("megatron-core")
         self.settings = WriterSettings.of(options)
         self.tally: Tally | None = None
-        """How much the last load read, without the items that torch's own code read; None before the first load."""
+        """The amount that the last load read, without items that torch's own code read; None before the first load."""
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore"

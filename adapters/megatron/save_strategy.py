@@ -160,5 +160,5 @@ class _Failed(DefaultSavePlanner):
         self._error = error
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Raise the error."""
+        """Raise the error with which describing the state failed."""
         raise self._error

@@ -35,7 +35,7 @@ from datastates.saving import gate
 from datastates.storage import Location, location, store_of
 
 _WITHIN = 2.0
-"""How long a rank waits, in seconds, for the others of its host to begin to divide reads. Then each reads alone."""
+"""Seconds for which a rank waits for the others of its host to begin to divide reads. Then each reads alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class DataStatesStorageReader(FileSystemReader):
         self._metadata: Metadata | None = None
         self._loading: Loading | None = None
         self.tally: Tally | None = None
-        """How much the last load read, without the items that torch's own code read; None before a load has read."""
+        """The amount that the last load read, without items that torch's own code read; None before the first load."""
 
     @gc_pause.paused()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -229,7 +229,7 @@ class DataStatesStorageReader(FileSystemReader):
         return queued
 
     def _files(self, items: Sequence[ReadItem]) -> dict[Location, list[Place]]:
-        """The items by file, each with its place."""
+        """Group items by file, each with its place in the file."""
         names: dict[str, list[Place]] = {}
         for item in items:
             place = self.storage_data[item.storage_index]

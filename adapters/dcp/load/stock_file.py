@@ -100,7 +100,7 @@ class StockFile(RecordFile):
                 yield (offset, length), record
 
     def name_record(self, record: int) -> str:
-        """The key of the array in a record."""
+        """The key of the array in a record, for messages."""
         return self.records[record].key
 
     def queue(

@@ -41,7 +41,7 @@ class Turn:
     after: Flag
 
     def __post_init__(self) -> None:
-        """Prepare for the end."""
+        """Prepare to leave the turn when it is dropped."""
         self.taken = Work(lambda: None)  # who takes it begins the save, or declines it
         weakref.finalize(self, self.after.set).atexit = False
 

@@ -68,7 +68,7 @@ class ItemsProvider(StateProvider):
             self.indices[key] = item.index
 
     def shards(self) -> Sequence[Shard]:
-        """Each item as an array shard."""
+        """The items of the plan, each as an array shard."""
         return self._shards
 
 

@@ -214,7 +214,7 @@ def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
-    """Whether a change of a tensor can be noticed; other tensors, such as those of subclasses, are copied."""
+    """Whether a change of a tensor can be noticed. Other tensors, such as instances of subclasses, are copied."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return plain and arrays.kind_of(tensor) is not None
 

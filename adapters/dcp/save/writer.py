@@ -98,7 +98,7 @@ class DataStatesStorageWriter(FileSystemWriter):
     def _start(self) -> None:
         """Set the attributes that belong to one process."""
         self.session: Closable | None = None
-        """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next; None before the first."""
+        """The session that :func:`~datastates.adapters.dcp.async_save` keeps between saves; None before the first."""
         self._executor: Executor | None = None
         self._file_saver: Saver | None = None
         self._staged: Staged | None = None

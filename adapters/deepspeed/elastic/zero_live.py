@@ -18,7 +18,7 @@ class LiveZero:
     Attributes:
         stage: 1, 2 or 3.
         rank: This rank's number among the ranks that share the optimizer's state.
-        ranks: The number of those ranks.
+        ranks: The number of ranks that share it.
         shares: The flat partitions that the optimizer steps.
     """
 
