@@ -165,7 +165,7 @@ class Checkpointer:
             self._wait_for_room()
             if self._termination is not None:
                 self._termination.watch()
-            if self._engine.world.size > 1:  # earlier ones end first: then this snapshot supersedes those of its step
+            if self._engine.world.size > 1:  # these end first, so that this one supersedes them
                 before += [c for c in self._taken if c.step == step]
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)

@@ -40,7 +40,7 @@ def read(data: bytes, classes: Mapping[str, type], constant: Callable[[str], str
         data: A whole pickle stream.
         classes: Stand-in classes, each by the name of a class or function in the pickle, as ``module.qualname``. The
             pickle may call them and set their objects' state in any way: they must be made for that.
-        constant: Given any other name, returns a text in its place, or None to leave it unbuilt.
+        constant: Given any other name, returns a text in its place, or None to read it as a survey does.
 
     Raises:
         FormatError: It cannot be read.

@@ -123,7 +123,7 @@ def _tell(root: Location, session: _Session) -> None:
 
 
 def _gather(root: Location, size: int, timeout: float) -> tuple[str, Lock]:
-    """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
+    """As rank 0, begin a run and meet the other ranks; returns the run's name and its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
     store(root).add_folder(root / run)

@@ -182,7 +182,7 @@ class Session:
         if turn.taken.take() is None:
             error = CommitError("the call was interrupted")
             staged.give_up(error)
-            staged.course.deliver()  # told: the call has raised what interrupted it
+            staged.course.deliver()  # told: the call has raised the interrupting error
             raise error
         with turn, staged.capturing():
             writer.reset(str(path))
