@@ -119,8 +119,9 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
         SettingsError: An option is unknown or impossible.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name, (request, settings) = "restore", divide(options, RestoreOptions.__optional_keys__)
-    with _met(name, providers, path, settings) as (executor, given, other, world):
+    name, known = "restore", sorted(RestoreOptions.__optional_keys__)
+    request, settings = divide(options, known)
+    with _met(name, providers, path, settings, known) as (executor, given, other, world):
         meetings = partial(_calls.meeting_of, world, name)
         restored = _calls.restore_by(given, providers, meetings, executor, request, other=other)
     return recognise.refuse_absence(given, None) if restored is None else restored
@@ -128,11 +129,11 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
 
 @contextlib.contextmanager
 def _met(
-    name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any]
+    name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any], known: Sequence[str]
 ) -> Iterator[tuple[Callable[[int], Executor], Location, Format | None, World]]:
     """Yield a maker of executors, the path, its format if it is not this package's, and the ranks that restore."""
     with telling(lambda: _calls.world_beside(Location.of(path)), options, partial(refuse_to_restore, name)):
-        settings = RankSettings.of(options)
+        settings = RankSettings.of(options, known)
         _calls.check_order(providers)
         given = Location.of(path)
         other = recognise.other(given)
@@ -160,8 +161,9 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
         RestoreError: A glob or a rename matches nothing, or the ranks gave different ones.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name, (request, settings) = "compare", divide(options, CompareOptions.__optional_keys__)
-    with _met(name, providers, path, settings) as (executor, given, other, world):
+    name, known = "compare", sorted(CompareOptions.__optional_keys__)
+    request, settings = divide(options, known)
+    with _met(name, providers, path, settings, known) as (executor, given, other, world):
         meeting = _calls.meeting_of(world, name, 0)
         return _calls.compare_by(given, providers, meeting, executor, request, other=other)
 

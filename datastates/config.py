@@ -94,11 +94,12 @@ class IoSettings(BaseModel):
         return self
 
     @classmethod
-    def of(cls: type[_S], options: Mapping[str, Any]) -> _S:
+    def of(cls: type[_S], options: Mapping[str, Any], others: Iterable[str] = ()) -> _S:
         """Make settings from options, the environment and the defaults.
 
         Args:
             options: Values by field name.
+            others: The arguments that the same call takes besides, for the message about an unknown one.
 
         Raises:
             SettingsError: A field is unknown or its value is impossible. The message names each such field, and the
@@ -112,7 +113,8 @@ class IoSettings(BaseModel):
                 field = ".".join(map(str, e["loc"][:1]))  # the rest of "loc" names the types that were tried
                 variable = ENVIRONMENT_PREFIX + field.upper()
                 source = f" (from {variable})" if field not in options and variable in os.environ else ""
-                known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
+                names = ", ".join([*others, *cls.model_fields])
+                known = f"; settings are {names}" if e["type"] == "extra_forbidden" else ""
                 text = "unknown setting" if known else e["msg"].removeprefix("Value error, ")
                 problems.append((f"{field}{source}: " if field else "") + text + known)
             raise SettingsError("; ".join(problems)) from None

@@ -16,7 +16,7 @@ import torch
 from datastates._base.workers import Workers
 from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
-from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
+from datastates.adapters.deepspeed.save import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError

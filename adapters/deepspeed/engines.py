@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-from datastates.adapters.deepspeed.ending import Save
+from datastates.adapters.deepspeed.save import Save
 
 
 class Engine(Protocol):

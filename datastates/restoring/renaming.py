@@ -50,8 +50,7 @@ class LiveKeys:
     Attributes:
         stored: The full key in the checkpoint, by the full key in the live state.
         live: The full key in the live state, by the full key in the checkpoint.
-        providers: First components of the keys that a rename changed: full keys of the providers that lose or get an
-            array.
+        providers: Names of the providers that lose or get an array by a rename.
     """
 
     def __init__(self, stored: Iterable[str], renames: Renames, providers: Sequence[str] = ()) -> None:

@@ -147,9 +147,9 @@ class Partition(Share):
         return [_part(p, state, own, own.buffer, 0) for p, own in zip(self.layout.slices, described, strict=True)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """Whether the state of a parameter with dimensions is stored without any.
+        """Whether a state, such as ``step``, is stored as a number, not as a tensor of the parameter's shape.
 
-        If only parameters without dimensions are stored: whether the state is ``step``.
+        A parameter with dimensions tells it. If all stored parameters are numbers themselves, only ``step`` counts.
         """
         for name, shape in self.layout.parameters:
             if shape and name in stored:

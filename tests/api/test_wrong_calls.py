@@ -98,5 +98,17 @@ def test_the_arguments_of_a_restore_are_the_fields_of_its_request() -> None:
 def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=r"'stric'; it has step, keys, re"):
         checkpointer.restore([], stric=False)  # type: ignore[call-arg]
-    with pytest.raises(SettingsError, match="stric: unknown setting"):
+    with pytest.raises(SettingsError, match=r"stric: unknown setting; settings are cast, .*strict, .*host_cache"):
         ds.restore([], tmp_path, stric=False)  # type: ignore[call-arg]
+    with pytest.raises(SettingsError, match=r"strict: unknown setting; settings are cast, keys, .*host_cache"):
+        ds.compare([], tmp_path, strict=False)  # type: ignore[call-arg]
+
+
+def test_ranks_compare_every_field_of_their_requests() -> None:
+    other = {"step": 1, "keys": "a*", "rename": {"a": "b"}, "cast": True, "verify": "digest", "fallback": True}
+    own = {"strict": False, "trust": "all"}  # a rank may decide these alone
+    assert {*other, *own} == {f.name for f in fields(ds.RestoreRequest)}
+    plain = ds.RestoreRequest()
+    wishes = {name: ds.RestoreRequest.of({name: value}).wish for name, value in {**other, **own}.items()}
+    assert {name for name, wish in wishes.items() if wish != plain.wish} == {*other}
+    assert len({*wishes.values()}) == 1 + len(other)

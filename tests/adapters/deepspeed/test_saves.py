@@ -29,7 +29,7 @@ from datastates.saving.engine import Engine
 from datastates.saving.snapshot import course_of
 from datastates.storage.local import LocalStore
 
-saves = pytest.importorskip("datastates.adapters.deepspeed.ending")
+saves = pytest.importorskip("datastates.adapters.deepspeed.save")
 RANKS = 3
 Give = Callable[[Any, Path, float], None]
 
@@ -164,7 +164,7 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
     """This holds for another process, too: its lock says so, not a list in this process."""
     save = saves.Save("save/0", "tag", SoloWorld(), tmp_path, latest=True)
     give(save, tmp_path / "tag" / "a.pt", 1)
-    imported = "import pathlib, sys; from datastates.adapters.deepspeed.ending import sweep"
+    imported = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep"
     code = f"{imported}; sweep(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
     save.finish()
