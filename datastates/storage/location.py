@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
@@ -18,7 +17,6 @@ PathLike = str | os.PathLike[str]
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turns two into one; a drive has one letter
 
 
-@functools.total_ordering
 class Location:
     """The path of a file or a folder in a file system, as text. Immutable.
 
@@ -57,7 +55,7 @@ class Location:
 
     def __truediv__(self, name: str) -> Location:
         """The location of a name below this one. The name may have slashes in it."""
-        if "/" in name or name in ("", ".") or self._text in ("/", "."):
+        if "/" in name or name in ("", ".") or self._text in ("/", "//", "."):
             return Location(PurePosixPath(self._text, name))
         made = object.__new__(Location)  # as it is for every file of every checkpoint in a directory
         made._text = f"{self._text}/{name}"
@@ -65,8 +63,8 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last name of the path; empty for the root of the file system."""
-        return self._text.rpartition("/")[2]
+        """The last name of the path; empty for the root of the file system, and for the working directory."""
+        return "" if self._text == "." else self._text.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
