@@ -68,9 +68,9 @@ def newest_other(root: Location) -> tuple[Location, str] | None:
     """Path and format's name of the newest checkpoint in ``root`` that is not named ``step-N``; None without one."""
     with contextlib.suppress(OSError):  # it only helps to find one
         found = others(root, {one.name for one in directories.steps(root)})
-        if found:
-            looks = {name: store_of(root).look(root / name) for name in found}
-            _, name = max((look.changed, name) for name, look in looks.items() if look is not None)
+        looks = {name: store_of(root).look(root / name) for name in found}
+        if ages := [(look.changed, name) for name, look in looks.items() if look is not None]:
+            name = max(ages)[1]
             return root / name, found[name]
     return None
 

@@ -14,7 +14,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 safetensors = pytest.importorskip("safetensors.torch")
 
 import datastates as ds  # noqa: E402 - after what may be missing
-from datastates.errors import CheckpointNotFoundError  # noqa: E402
+from datastates.errors import CheckpointNotFoundError, FormatError  # noqa: E402
 from datastates.formats import recognise  # noqa: E402
 from datastates.providers import from_state_dict  # noqa: E402
 
@@ -128,3 +128,18 @@ def test_an_absent_checkpoint_says_what_is_there(tmp_path: Path) -> None:
         checkpointer.wait()
         with pytest.raises(CheckpointNotFoundError, match=r", only of \.\.\., 4, 5, 6, 7, 8, 9, 10, 11$"):
             checkpointer.restore([from_state_dict("m", live())], step=99)
+
+
+def test_a_name_that_means_the_folder_itself_is_none(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text(".")
+    with pytest.raises(CheckpointNotFoundError):
+        ds.load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "."}}')
+    with pytest.raises(FormatError, match="is no index of weights"):
+        ds.load(tmp_path)
+
+
+def test_what_vanishes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognise, "others", lambda root, known: {"gone": "a checkpoint"})
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint at (?!.*give that path)"):
+        ds.load(tmp_path)
