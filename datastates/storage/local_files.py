@@ -13,9 +13,9 @@ from typing import Any
 from typing_extensions import override
 
 from datastates import _native
-from datastates.errors import StorageError
+from datastates.errors import StorageError, storage_errors
 from datastates.storage.location import Location
-from datastates.storage.store import Lock, Writer
+from datastates.storage.store import ABSENT, Lock, Writer
 
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 """Error numbers of transfers from file systems that open files for direct I/O only in name. As in the native core."""
@@ -46,10 +46,13 @@ class LocalLock(Lock):
 
     @override
     def is_at(self, path: Location) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
-        except FileNotFoundError:
-            return False
+        with storage_errors("stat", path):
+            try:
+                return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
+            except OSError as error:
+                if error.errno in ABSENT:
+                    return False
+                raise
 
     @override
     def close(self) -> None:
