@@ -58,7 +58,7 @@ class _Record(NamedTuple):
 
 def _records(root: Location) -> list[_Record]:
     """The files in the folder ``.openings`` of ``root``, the lowest number first."""
-    found = filter(None, map(_RECORD.match, _store(root).names(root / FOLDER)))
+    found = filter(None, map(_RECORD.match, _store(root).names(root / FOLDER, stale_ok=True)))
     return sorted(_Record(int(m[2]), m[1], root / FOLDER / m[0]) for m in found)
 
 

@@ -27,7 +27,7 @@ def store(path: Location) -> Store:
 
 def names(folder: Location) -> list[str]:
     """The names in a folder; none if the folder is absent. Skips dot files: they are still being written."""
-    return [name for name in store(folder).names(folder) if not name.startswith(".")]
+    return [name for name in store(folder).names(folder, stale_ok=True) if not name.startswith(".")]
 
 
 def read(path: Location) -> bytes | None:

@@ -53,12 +53,12 @@ class LocalStore(Store):
         return Entry(_kind(found.st_mode), found.st_size, found.st_mtime_ns, place, version)
 
     @override
-    def names(self, folder: Location) -> list[str]:
+    def names(self, folder: Location, *, stale_ok: bool = False) -> list[str]:
         with self._call("list", folder):
             try:
                 return os.listdir(folder)
             except OSError as error:
-                if error.errno in (*ABSENT, errno.ENOTDIR):
+                if error.errno in (errno.ENOENT, errno.ENOTDIR) or (stale_ok and error.errno == errno.ESTALE):
                     return []
                 raise
 

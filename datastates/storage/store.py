@@ -119,8 +119,11 @@ class Store(ABC):
         return self.look(path, follow=follow) is not None
 
     @abstractmethod
-    def names(self, folder: Location) -> list[str]:
-        """All names in a folder that were made before this call, in any order; none if there is no folder."""
+    def names(self, folder: Location, *, stale_ok: bool = False) -> list[str]:
+        """All names in a folder that were made before this call, in any order; none if there is no folder.
+
+        ``stale_ok``: NFS' ESTALE means that another process has deleted the folder, and not that a mount was lost.
+        """
 
     @abstractmethod
     def target(self, link: Location) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import datastates as ds
 from datastates._base import faults
 from datastates.errors import StorageError
-from datastates.storage import local, store_of
+from datastates.storage import Location, local, store_of
 
 
 def test_another_rank_makes_the_directory_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,3 +58,45 @@ def test_a_file_gets_a_name_that_is_free_or_none(
     with pytest.raises(StorageError) as caught:
         store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "gone")
     assert caught.value.errno == errno.ENOENT
+
+
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "good").symlink_to("real")
+    (tmp_path / "loose").symlink_to("nowhere")
+    store, place = store_of(Location(tmp_path)), Location(tmp_path)
+    store.add_folder(place / "good", exist_ok=True)
+    with pytest.raises(StorageError) as caught:
+        store.add_folder(place / "loose", exist_ok=True)
+    assert caught.value.errno == errno.ENOTDIR
+
+
+def test_a_mount_that_was_lost_is_no_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stale(path: Location) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    place = Location(tmp_path)
+    with ds.Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", stale)
+        for look in (checkpointer.latest, checkpointer.steps, lambda: store_of(place).names(place)):
+            with pytest.raises(StorageError) as caught:
+                look()
+            assert caught.value.errno == errno.ESTALE
+        assert store_of(place).names(place, stale_ok=True) == []
+
+
+@pytest.mark.parametrize("call", ["stat", "fstat"])
+def test_a_lock_whose_file_cannot_be_looked_at(call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = Location(tmp_path / "a")
+    number = errno.EIO
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with store_of(path).open_lock(path, create=b"") as lock, monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(StorageError) as caught:
+            lock.is_at(path)
+        assert (caught.value.errno, caught.value.operation, caught.value.filename) == (errno.EIO, "stat", str(path))
+        number = errno.ESTALE  # NFS reports it of a file that another machine has deleted
+        assert not lock.is_at(path)

@@ -69,7 +69,7 @@ class MemoryStore(Store):
             kind = "file" if node.inside is None else "folder"
             return Entry(kind, len(node.data), node.changed, (node.number,), (node.number, node.changed))
 
-    def names(self, folder: Location) -> list[str]:
+    def names(self, folder: Location, *, stale_ok: bool = False) -> list[str]:
         with self._lock:
             node = self.find(folder)
             return [] if node is None or node.inside is None else list(node.inside)
