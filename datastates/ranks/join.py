@@ -88,9 +88,8 @@ def _say_hello(hello: Location, timeout: float) -> None:
             return
         except StorageError as error:
             # a run that has just ended deleted the folder, before or after it was found to exist: try again
-            gone = error.errno == errno.ENOENT and there.is_folder(root.parent)
-            made = error.errno == errno.EEXIST and (there.is_folder(root) or not there.exists(root, follow=False))
-            if not (gone or made) or time.monotonic() > end:
+            gone = error.errno == errno.EEXIST or (error.errno == errno.ENOENT and there.is_folder(root.parent))
+            if not gone or time.monotonic() > end:
                 raise
 
 

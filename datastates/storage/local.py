@@ -132,16 +132,20 @@ class LocalStore(Store):
         if os.path.isdir(path):
             return
         self.make_folder(path.parent)
-        with self._call("mkdir", path):
-            if os.path.exists(path) and not os.path.isdir(path):  # another process may have made it meanwhile
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            Path(path).mkdir(exist_ok=True)
+        self.add_folder(path, exist_ok=True)  # another process may have made it meanwhile
         self.sync_folder(path.parent)
 
     @override
     def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
         with self._call("mkdir", path):
-            Path(path).mkdir(exist_ok=exist_ok)
+            try:
+                os.mkdir(path)
+            except OSError as error:  # of a folder that is there, a file system may report another one than EEXIST
+                found = self.look(path, follow=False) if exist_ok else None
+                if found is None:
+                    raise
+                if found.kind != "folder" and not os.path.isdir(path):
+                    raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
 
     @override
     def sync_folder(self, path: Location) -> None:

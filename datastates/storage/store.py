@@ -188,7 +188,10 @@ class Store(ABC):
 
     @abstractmethod
     def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
-        """Make one folder, not durable yet. Raises StorageError with EEXIST if it is there, unless ``exist_ok``."""
+        """Make one folder, not durable yet.
+
+        Raises StorageError with EEXIST if something has the path; with ``exist_ok``, with ENOTDIR if no folder has it.
+        """
 
     @abstractmethod
     def sync_folder(self, path: Location) -> None:

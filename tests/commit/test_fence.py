@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,15 @@ def test_a_directory_that_cannot_be_written_is_opened_to_look(tmp_path: Path) ->
         ckpt.snapshot(providers(), step=5).wait_committed()
     faults.clear()
     assert ckpt.steps() == [3, 5]
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "loose link"])
+def test_what_is_no_folder_in_its_place_is_an_error(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / fence.FOLDER)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        assert ckpt.restore(providers()) is None
+        with pytest.raises(StorageError, match=r"openings: Not a directory"):
+            ckpt.snapshot(providers(), step=1).wait_committed()
 
 
 @pytest.mark.parametrize("point", ["mkdir", "open", "write", "sync", "sync_directory"])

@@ -180,9 +180,12 @@ def test_folders_hold_files(store: Store, root: Location) -> None:
     assert store.is_file(root / "a" / "file")
     assert store.exists(root / "a", follow=False)
     store.sync_folder(root / "a")
-    fails(errno.EEXIST, "mkdir", root / "a", lambda: store.add_folder(root / "a"))
     store.add_folder(root / "a", exist_ok=True)
     fails(errno.ENOENT, "mkdir", root / "c" / "d", lambda: store.add_folder(root / "c" / "d"))
+    for name in ("a/file", "a"):
+        fails(errno.EEXIST, "mkdir", root / name, lambda path=root / name: store.add_folder(path))
+    for make in (store.make_folder, lambda path: store.add_folder(path, exist_ok=True)):
+        fails(errno.ENOTDIR, "mkdir", root / "a" / "file", lambda make=make: make(root / "a" / "file"))
 
 
 def test_removing_folders(store: Store, root: Location) -> None:
