@@ -125,8 +125,8 @@ def _gather(root: Location, size: int, timeout: float) -> tuple[str, Lock]:
     """As rank 0, begin a run and meet the other ranks; returns the run's name and its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
-    store(root).add_folder(root / run)
-    store(root).add_folder(answers)
+    for folder in (root, root / run, answers):  # a run that has just ended may have deleted the first one
+        store(root).add_folder(folder, exist_ok=True)
     lock = store(root).open_lock(root / run / _ALIVE, create=b"")
     try:
         lock.hold()
