@@ -38,10 +38,11 @@ def token(snapshot: Snapshot) -> str:
         made, name = tempfile.mkstemp(prefix="datastates-save-")
         os.close(made)
         lock = opened(name, os.O_RDWR)  # which forked children close
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
         return ""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def free() -> None:
         course_of(snapshot).wait_ended()

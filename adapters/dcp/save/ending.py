@@ -93,7 +93,7 @@ class DcpEnding:
             meta: Identifies the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
         """
-        self.path = Location(path)
+        self.path = path
         self._name = f"{turn.name}/commit"
         self._number = turn.number
         self._order = order
