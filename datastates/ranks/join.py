@@ -175,8 +175,9 @@ def _seen(root: Location, size: int) -> list[str]:
     """The other processes that have said hello, oldest first."""
     ages = {}
     for hello in filter(None, map(_HELLO.match, names(root))):
-        found = store(root).look(root / hello[0])  # None: the process has just given up, and has removed its file
-        if found is not None and int(hello[2]) == size and 0 < int(hello[1]) < size:
+        is_other = int(hello[2]) == size and 0 < int(hello[1]) < size
+        # None: the process has just given up, and has removed its file
+        if is_other and (found := store(root).look(root / hello[0])) is not None:
             ages[f"{hello[1]}-{hello[3]}"] = found.changed
     return sorted(ages, key=lambda process: (ages[process], process))
 
