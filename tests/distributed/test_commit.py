@@ -131,7 +131,7 @@ OF_THE_COORDINATOR = {
     "store.write=fail:28": "write {}/catalog.bin: No space left on device [errno 28]",
     "store.write=fail:28@2": "write {}/manifest.json: No space left on device [errno 28]",
     "store.rename=fail:5": "rename {}: Input/output error [errno 5]",
-    "store.unlock=fail:5": "unlock {}: Input/output error [errno 5]",
+    "store.unlock=fail:5": "unlock {}/.lock: Input/output error [errno 5]",
 }
 
 
@@ -187,7 +187,7 @@ def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_p
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        ("file.unlink()", "is missing: "),
+        ("os.unlink(file)", "is missing: "),
         ("os.truncate(file, 100)", "has 100 bytes, not the "),
     ],
 )
