@@ -71,7 +71,7 @@ def async_save(
 
     Raises:
         TypeError: Options were given together with a writer.
-        ValueError: ``path`` is the address of a store instead of a file path.
+        ValueError: ``path`` is the address of a store instead of a file path, or the writer has extensions.
         SettingsError: An option is unknown or its value is invalid.
         SnapshotAbandonedError: This process was forked from the one that saves with the writer.
         DatastatesError: The ranks could not meet for the first save with the writer.
@@ -80,6 +80,8 @@ def async_save(
         location.refuse_address(path)
         if storage_writer is not None and options:
             raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
+        if storage_writer is not None and storage_writer.transforms.extensions:
+            raise ValueError("extensions: this writes none; dcp.save and dcp.async_save do, with the same writer")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
     session = session_of(writer, Location(path))
     try:

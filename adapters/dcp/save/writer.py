@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import Field
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Unpack
@@ -73,6 +77,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         *,
         overwrite: bool = True,
         lazy: Lazy = is_large,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
         """Write to ``path``, or to the ``checkpoint_id`` that is given to the save.
@@ -82,6 +87,8 @@ class DataStatesStorageWriter(FileSystemWriter):
             overwrite: Whether to replace a checkpoint that is there; otherwise such a save is refused.
             lazy: Given the name of a tensor in the state dict and the tensor (of a DTensor, this rank's part), whether
                 only an optimizer step changes it. By default, tensors of 64 KiB and more.
+            _extensions: As of torch's own writer: they transform the streams. With any, torch writes the files, and
+                staging copies the state.
             **options: Fields of :class:`WriterSettings`.
 
         Raises:
@@ -89,7 +96,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             ValueError: ``path`` is the address of a store instead of a file path.
         """
         location.refuse_address(path)
-        super().__init__(path, overwrite=overwrite)
+        super().__init__(path, overwrite=overwrite, _extensions=_extensions)
         warn_of_untried("torch")
         self.settings = WriterSettings.of(options)
         self.lazy = lazy
@@ -144,7 +151,11 @@ class DataStatesStorageWriter(FileSystemWriter):
             self._saver = None  # this thread is back: its save has failed
         if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
             raise _taken()
-        self._staged = Staged(state_dict, self.lazy)
+        if self.transforms.extensions:
+            self._staged = Staged(state_dict, lambda name, tensor: False)
+            self._staged.course.reach("captured")
+        else:
+            self._staged = Staged(state_dict, self.lazy)
         return self._staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +241,8 @@ class DataStatesStorageWriter(FileSystemWriter):
         given, self._staged = self._staged, None
         # state that was not staged stays as it is until this save returns, and needs no gate
         staged = given or Staged({}, self.lazy, owned=True)
+        if self.transforms.extensions:
+            return self._write_by_torch(plan, planner, staged)
         course = staged.course
         try:
             with staged.capturing() if given else contextlib.nullcontext():
@@ -247,6 +260,17 @@ class DataStatesStorageWriter(FileSystemWriter):
         store_of(ending.path).sync_folder(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
         written.set_result(file.results(course.file_nbytes))
+        return written
+
+    def _write_by_torch(self, plan: SavePlan, planner: SavePlanner, staged: Staged) -> Future[list[WriteResult]]:
+        """Let torch write this rank's items through its extensions, into a file that replaces none."""
+        with staged.capturing():
+            staged.check()
+            path = self.new_file(plan)
+            files: queue.Queue[tuple[Path, str, list[WriteItem]]] = queue.Queue()
+            files.put((Path(path), path.name, plan.items))
+            written = self._write_data(planner, files)
+        store_of(path).sync_folder(path.parent)
         return written
 
     def new_file(self, plan: SavePlan) -> Location:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import zipfile
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from datastates.adapters.dcp import DataStatesStorageReader
+from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
 from datastates.errors import DatastatesError, FormatError
 from states import blank, failure, same, save_with
 
@@ -120,6 +121,41 @@ def test_what_an_extension_has_written_is_left_to_torch(tmp_path: Path, by_torch
     dcp.load(into, storage_reader=DataStatesStorageReader(tmp_path, registry))
     same(into, state)
     assert sorted(by_torch) == ["n", "w"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_extensions_write_as_with_torch(how: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
+    live = {"w": torch.nn.Parameter(torch.arange(50_000.0)), "n": 5}
+    expected = copy.deepcopy(live)
+    kinds = {"stock": dcp.FileSystemWriter, "ours": DataStatesStorageWriter}
+    writers: dict[str, Any] = {name: kind(tmp_path / name, _extensions=[Inverted()]) for name, kind in kinds.items()}
+    for name, writer in writers.items():
+        for _ in range(2):  # the second one replaces the first
+            if how == "save":
+                dcp.save(live, storage_writer=writer)
+            elif name == "ours":
+                future: Any = dcp.async_save(live, storage_writer=writer)
+                live["w"].grad = torch.ones(50_000)
+                torch.optim.SGD([live["w"]], 1.0).step()  # nothing waits: the state was copied
+                future.result()
+                live["w"].data.copy_(expected["w"])
+            else:
+                dcp.async_save(live, storage_writer=writer).result()
+        into = {"w": torch.zeros(50_000), "n": 0}
+        dcp.load(into, storage_reader=FileSystemReader(tmp_path / name, registry))
+        same(into, {"w": expected["w"].detach(), "n": 5})
+        with pytest.raises(CheckpointException):
+            dcp.load(blank(into), storage_reader=FileSystemReader(tmp_path / name))
+    (stock,), (ours,) = (sorted((tmp_path / name).glob("*.distcp")) for name in writers)
+    assert len(ours.read_bytes()) == len(stock.read_bytes())
+    writers["ours"].close()
+    with pytest.raises(ValueError, match="extensions: "):
+        async_save(live, tmp_path / "other", storage_writer=DataStatesStorageWriter(_extensions=[Inverted()]))
 
 
 def test_safetensors_fails_as_with_torch(tmp_path: Path) -> None:
