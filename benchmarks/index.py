@@ -19,6 +19,7 @@ from datastates.container.table import ShardTable
 from datastates.container.zip_frames import encode_frames, header_nbytes, pickle_place
 from datastates.planning import write
 from datastates.planning.plans import WritePlan
+from datastates.storage import Location
 from measure import Plan, Result, Sample, interleave
 
 NBYTES = 256
@@ -39,7 +40,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     actions: dict[str, Callable[[], Sample]] = {
         "plan": lambda: _timed(partial(make_plan, count)),
         "encode": lambda: _timed(partial(archive.encode_tail, index, b"")),
-        "open": lambda: _timed(partial(open_container, path)),
+        "open": lambda: _timed(partial(open_container, Location(path))),
         # from a file just opened, so that the time includes what the first look-up builds
         "read one": lambda: _timed(partial(ds.open(path).__getitem__, key)),
     }

@@ -31,6 +31,7 @@ from datastates.container import archive
 from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
+from datastates.storage import Location
 from datastates.storage.stores import reader
 from layouts import NAMES, Layout
 from measure import Plan, Result, Sample, answer, in_new_process, interleave, status
@@ -364,7 +365,7 @@ def _look_up(folder: Path, head_crc: int, layout: Layout, ranks: int) -> Sample:
     """Find where all tensors of one of ``ranks`` ranks are stored. The catalog is in the page cache."""
     path = folder / catalog.FILE
     reads: list[int] = []
-    from_file = reader(path)
+    from_file = reader(Location(path))
 
     def read(offset: int, length: int) -> bytes:
         reads.append(length)
@@ -403,7 +404,7 @@ def _look_up(folder: Path, head_crc: int, layout: Layout, ranks: int) -> Sample:
 
 
 def _open_manifest(folder: Path) -> Sample:
-    seconds, _ = _seconds(lambda: manifest.open(folder))
+    seconds, _ = _seconds(lambda: manifest.open(Location(folder)))
     return {"seconds": seconds, "bytes": (folder / manifest.FILE).stat().st_size}
 
 
