@@ -42,7 +42,7 @@ def is_large(name: str, tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
-def _nothing(name: str, tensor: torch.Tensor) -> bool:
+def nothing(name: str, tensor: torch.Tensor) -> bool:
     """A :data:`Lazy` that chooses no tensor: everything is copied."""
     del name, tensor
     return False
@@ -81,7 +81,7 @@ class Staged:
         self._devices: set[torch.device] = set()
         self._owned = owned
         if gate.is_in_step():  # the save begins once the step goes on
-            lazy = _nothing
+            lazy = nothing
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(tensors)
@@ -114,6 +114,11 @@ class Staged:
         if type(value) in (list, tuple):
             return type(value)(self._copied(f"{path}.{i}", item, lazy) for i, item in enumerate(value))
         return copy.deepcopy(value)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether no live tensor is guarded, so that the state may change at once."""
+        return not self._kept
 
     @property
     def is_claimed(self) -> bool:

@@ -22,11 +22,11 @@ from typing_extensions import Unpack
 
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
-from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
+from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large, nothing
 from datastates.adapters.tried import warn_of_untried
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
-from datastates.errors import DatastatesError
+from datastates.errors import DatastatesError, storage_errors
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.saving.saver import Saver
@@ -151,12 +151,10 @@ class DataStatesStorageWriter(FileSystemWriter):
             self._saver = None  # this thread is back: its save has failed
         if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
             raise _taken()
-        if self.transforms.extensions:
-            self._staged = Staged(state_dict, lambda name, tensor: False)
-            self._staged.course.reach("captured")
-        else:
-            self._staged = Staged(state_dict, self.lazy)
-        return self._staged
+        self._staged = staged = Staged(state_dict, nothing if self.transforms.extensions else self.lazy)
+        if self.transforms.extensions and staged.is_copy:
+            staged.course.reach("captured")
+        return staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """As :meth:`hold`; returns the state dict, live where it is lazy. ``dcp.async_save`` calls this."""
@@ -241,12 +239,14 @@ class DataStatesStorageWriter(FileSystemWriter):
         given, self._staged = self._staged, None
         # state that was not staged stays as it is until this save returns, and needs no gate
         staged = given or Staged({}, self.lazy, owned=True)
-        if self.transforms.extensions:
-            return self._write_by_torch(plan, planner, staged)
         course = staged.course
         try:
             with staged.capturing() if given else contextlib.nullcontext():
                 staged.check()
+                if self.transforms.extensions:
+                    written = self._write_by_torch(plan, planner)
+                    course.reach("captured")
+                    return written
                 ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
                 if self._file_saver is None:
                     self._executor = make_executor(self.settings)
@@ -258,18 +258,22 @@ class DataStatesStorageWriter(FileSystemWriter):
         running.run()
         course.wait("committed")
         store_of(ending.path).sync_folder(ending.path.parent)
-        written: Future[list[WriteResult]] = Future()
+        written = Future()
         written.set_result(file.results(course.file_nbytes))
         return written
 
-    def _write_by_torch(self, plan: SavePlan, planner: SavePlanner, staged: Staged) -> Future[list[WriteResult]]:
+    def _write_by_torch(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Let torch write this rank's items through its extensions, into a file that replaces none."""
-        with staged.capturing():
-            staged.check()
-            path = self.new_file(plan)
-            files: queue.Queue[tuple[Path, str, list[WriteItem]]] = queue.Queue()
-            files.put((Path(path), path.name, plan.items))
-            written = self._write_data(planner, files)
+        path = self.new_file(plan)
+        files: queue.Queue[tuple[Path, str, list[WriteItem]]] = queue.Queue()
+        files.put((Path(path), path.name, plan.items))
+        try:
+            with storage_errors("write", path):
+                written = self._write_data(planner, files)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the writer's own error is the one to report
+                store_of(path).remove(path)
+            raise
         store_of(path).sync_folder(path.parent)
         return written
 

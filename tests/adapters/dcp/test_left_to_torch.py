@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import io
 import zipfile
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
 from datastates.errors import DatastatesError, FormatError
+from datastates.saving import course
 from states import blank, failure, same, save_with
 
 
@@ -156,6 +158,25 @@ def test_extensions_write_as_with_torch(how: str, tmp_path: Path) -> None:
     writers["ours"].close()
     with pytest.raises(ValueError, match="extensions: "):
         async_save(live, tmp_path / "other", storage_writer=DataStatesStorageWriter(_extensions=[Inverted()]))
+
+
+class Refused(Inverted):
+    """Fails as on a full disk."""
+
+    def transform_to(self, output: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_an_extension_that_fails_leaves_nothing(how: str, tmp_path: Path) -> None:
+    writer = DataStatesStorageWriter(tmp_path, _extensions=[Refused()])
+    state = {"w": torch.ones(5)}
+    future: Any = dcp.async_save(state, storage_writer=writer) if how == "async_save" else None
+    with pytest.raises(CheckpointException, match="No space left"):
+        _ = dcp.save(state, storage_writer=writer) if future is None else future.result()
+    assert list(tmp_path.iterdir()) == []
+    assert course._silent == set(), "the process would end with status 120"
+    writer.close()
 
 
 def test_safetensors_fails_as_with_torch(tmp_path: Path) -> None:
