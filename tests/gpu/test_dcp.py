@@ -143,3 +143,28 @@ def test_two_gpus_and_other_numbers(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, "save", "load:2", timeout=150, DEVICE=DEVICE)
     ranks(1, SCRIPT, tmp_path, "load:2", "save", timeout=150, DEVICE=DEVICE)
     ranks(2, SCRIPT, tmp_path, "load:1", timeout=150, DEVICE=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not gpus, reason="needs a GPU: did NOT run")
+def test_extensions_write_the_state_of_the_save(tmp_path: Path) -> None:
+    """Torch writes it on a thread, while a step changes the live tensors."""
+    import torch.distributed.checkpoint as dcp
+    from inverted import Inverted
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from datastates.adapters.dcp import DataStatesStorageWriter
+
+    weight = torch.nn.Parameter(torch.arange(1e6, device=DEVICE))
+    expected = weight.detach().clone().cpu()
+    writer: Any = DataStatesStorageWriter(tmp_path, _extensions=[Inverted()])
+    future: Any = dcp.async_save({"w": weight}, storage_writer=writer)
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], 1.0).step()
+    future.result()
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
+    into = {"w": torch.zeros(1_000_000, device=DEVICE)}
+    dcp.load(into, storage_reader=FileSystemReader(tmp_path, registry))
+    assert torch.equal(into["w"].cpu(), expected)
+    writer.close()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from inverted import Inverted
 from stock import archived, change_places, repacked, rewrite
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -79,37 +79,6 @@ def test_a_shape_other_than_planned_is_torchs_to_refuse(tmp_path: Path, by_torch
     assert isinstance(found, FormatError)
     assert "'w' in " in str(found)
     assert by_torch == ["w"]
-
-
-class Inverted(StreamTransformExtension):
-    """Stores every byte inverted."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "tests.inverted"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Inverted:
-        del version
-        return Inverted()
-
-    def get_descriptor(self) -> str:
-        return f"{self.registry_name()}/1"
-
-    def transform_to(self, output: Any) -> Any:
-        class Writer(io.BytesIO):
-            def close(self) -> None:
-                output.write(self.getvalue().translate(_INVERT))
-                output.close()
-                super().close()
-
-        return Writer()
-
-    def transform_from(self, input: Any) -> Any:
-        return io.BytesIO(input.read(-1).translate(_INVERT))
-
-
-_INVERT = bytes(255 - n for n in range(256))
 
 
 def test_what_an_extension_has_written_is_left_to_torch(tmp_path: Path, by_torch: list[str]) -> None:
