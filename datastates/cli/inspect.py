@@ -1,4 +1,4 @@
-"""The command ``datastates inspect``: lists the tensors and objects of a checkpoint."""
+"""The command ``datastates inspect``: sums up a checkpoint, and lists its tensors and objects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from datastates import _calls
+from datastates.cli.modules import Module, modules
 from datastates.cli.output import print_json, printable, say
 from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_table
 from datastates.commit import manifest
@@ -26,23 +27,44 @@ def inspect(arguments: argparse.Namespace) -> int:
     digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
     described = [_describe(one, digests) for one in files]
     assembled = [_assemble(key, t, described) for key, t in tensors.items() if fnmatchcase(key, arguments.keys)]
-    nbytes = sum(t["bytes"] for t in assembled)
-    summary = f"{len(assembled)} of {len(tensors)} arrays, {as_size(nbytes)}"
     for one in described:
         for entries in ("arrays", "objects"):
             one[entries] = [entry for entry in one[entries] if fnmatchcase(entry["key"], arguments.keys)]
+    found = modules({t["key"]: t["bytes"] for t in assembled})
     if arguments.json:
-        print_json({"format": kind, "containers": described, "tensors": assembled})
+        listed = [{"name": name, "arrays": arrays, "bytes": nbytes} for name, arrays, nbytes in found]
+        print_json({"format": kind, "modules": listed, "containers": described, "tensors": assembled})
         return 0
-    if len(described) != 1:
-        say(f"{path}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}")
-        _print_assembled(described, assembled)
+    place = described[0]["file"] if len(described) == 1 else path
+    say(f"{place}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}")
+    say(_sums(len(tensors), assembled, objects=sum(len(one["objects"]) for one in described)))
+    _print_modules(found)
+    say("")
+    if len(described) == 1:
+        _print_file(described[0])
     else:
-        one = described[0]
-        say(f"{one['file']}  {_head(kind, described)}, {as_size(one['bytes'])}")
-        _print_file(one)
-    say(summary)
+        _print_assembled(described, assembled)
     return 0
+
+
+def _sums(count: int, shown: Sequence[dict[str, Any]], *, objects: int) -> str:
+    """The number of arrays and their bytes, in all and by type; ``count`` arrays are in the checkpoint."""
+    by_type: dict[str, int] = {}
+    for t in shown:
+        by_type[t["dtype"]] = by_type.get(t["dtype"], 0) + t["bytes"]
+    types = ", ".join(f"{as_size(n)} of {name}" for name, n in sorted(by_type.items(), key=lambda item: -item[1]))
+    arrays = f"{len(shown)} of {count} arrays, {as_size(sum(by_type.values()))}"
+    return f"{arrays}{types and f' ({types})'}; {objects} object(s)"
+
+
+def _print_modules(found: Sequence[Module]) -> None:
+    """Print the modules, with the share of each in the bytes of all arrays."""
+    whole = sum(module.nbytes for module in found)
+    rows = [["MODULE", "ARRAYS", "SIZE", "SHARE"]]
+    for name, arrays, nbytes in found:
+        share = f"{nbytes / whole:.1%}" if whole else ""
+        rows.append([printable(name) or "(no module)", str(arrays), as_size(nbytes), share])
+    print_table(rows, numbers=(1, 2, 3))
 
 
 def _head(kind: str, files: Sequence[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import run, run_json
+from command import inspected, run, run_json
 
 import datastates as ds
 from datastates.cli import commands
@@ -83,14 +83,12 @@ def test_inspect_shows_digests(root: Path, capsys: pytest.CaptureFixture[str]) -
         "s/w": expected,
         "s/odd\nkey": f"{zlib.crc32(np.ones(3, 'f4')):08x}",
     }
-    header, row = run(capsys, "inspect", root)[1].splitlines()[1:3]
+    header, row = inspected(capsys, root)[1][:2]
     assert (header.split()[-1], row.split()[-1]) == ("DIGEST", expected)
 
 
 def test_inspect_prints_one_line_a_key(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output = run(capsys, "inspect", root)
-    assert status == 0
-    assert [line.split()[0] for line in output.splitlines()[2:-1]] == ["s/w", r"s/odd\nkey", "s"]
+    assert [line.split()[0] for line in inspected(capsys, root)[1][1:]] == ["s/w", r"s/odd\nkey", "s"]
 
 
 def test_verify_names_the_key_that_is_wrong(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run
+from command import inspected, run
 from elastic_state import reseal, save, sign
 from split_state import logical
 
@@ -24,10 +24,10 @@ def path(threads: Any, tmp_path: Path) -> Path:
 
 
 def test_inspect_shows_each_tensor_once_with_its_parts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output = run(capsys, "inspect", path)
-    assert status == 0
-    head, columns, *rows = [line.split() for line in output.splitlines()]
-    assert head[:6] == [str(path), "step", "3,", "3", "ranks,", head[5]]
+    summary, listed = inspected(capsys, path)
+    columns, *rows = [line.split() for line in listed]
+    assert summary[0].startswith(f"{path}  step 3, 3 ranks, ")
+    assert summary[3].split()[:2] == ["model", "3"]
     assert columns == ["KEY", "TYPE", "SHAPE", "RANK", "PART", "SIZE", "OFFSET", "DIGEST"]
     digest = f"{zlib.crc32(logical('w', (96, 40), step=3).tobytes()):08x}"
     assert rows[0] == ["model/w", "float32", "96x40", "15.0", "KiB", digest]

@@ -20,3 +20,11 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     """Call the command with ``--json``; returns its exit status and the decoded output."""
     status, output = run(capsys, *arguments, "--json")
     return status, json.loads(output)
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[list[str], list[str]]:
+    """Call ``inspect``, which must end well; returns the lines of its summary and of its list."""
+    status, output = run(capsys, "inspect", *arguments)
+    assert status == 0
+    summary, listed = output.split("\n\n")
+    return summary.splitlines(), listed.splitlines()
