@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from datastates import _calls
 from datastates.cli import export, output
-from datastates.cli.compare import Differences, compare
+from datastates.cli.diff import diff
 from datastates.cli.inspect import inspect
 from datastates.cli.ls import ls
 from datastates.cli.output import OutputError, WrongCallError, print_json, printable, say
@@ -62,7 +62,7 @@ def _run(given: Sequence[str]) -> int:
         return 2
     except (DatastatesError, OSError, ImportError) as error:
         _tell(error, as_json=arguments.json)
-        return 2 if arguments.run is _diff else 1
+        return 2 if arguments.run is diff else 1
 
 
 def _tell(error: Exception, *, as_json: bool) -> None:
@@ -95,10 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)
     _add_step(command)
     what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
-    command = _add(commands, "diff", _diff, what)
+    command = _add(commands, "diff", diff, what)
     for name in ("A", "B"):
         command.add_argument(name, type=_path, help="as for inspect")
     _add_step(command)
+    what = "read the tensors of other contents, and say how many elements differ, and how far"
+    command.add_argument("--values", action="store_true", help=what)
     command = _add(commands, "export", export.export, export.WHAT)
     command.add_argument("source", metavar="SOURCE", type=_path, help=_SOURCE)
     _add_step(command)
@@ -168,41 +170,3 @@ def _verify(arguments: argparse.Namespace) -> int:
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]
         say(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")
     return 1 if problems or damage else 0
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    with (
-        _calls.opened(arguments.A, arguments.step, IN_SHELL) as a,
-        _calls.opened(arguments.B, arguments.step, IN_SHELL) as b,
-    ):
-        found = compare(a.files, b.files)
-    if arguments.json:
-        print_json(
-            {
-                "equal": found.is_equal,
-                "only_a": found.only_a,
-                "only_b": found.only_b,
-                "descriptions": [{"key": key, "a": a, "b": b} for key, a, b in found.descriptions],
-                "contents": found.contents,
-                "alike": found.equal,
-                "bytes_read": found.read,
-            }
-        )
-    else:
-        _print_differences(found, str(arguments.A), str(arguments.B))
-    return 0 if found.is_equal else 1
-
-
-def _print_differences(found: Differences, a: str, b: str) -> None:
-    for where, keys in ((a, found.only_a), (b, found.only_b)):
-        for key in keys:
-            say(f"{printable(key)} is only in {where}")
-    for key, one, other in found.descriptions:
-        say(f"{printable(key)} is {one} in {a}, {other} in {b}")
-    for key in found.contents:
-        say(f"{printable(key)} differs")
-    only = len(found.only_a) + len(found.only_b)
-    say(
-        f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "
-        f"shape, {only} in one of them only"
-    )

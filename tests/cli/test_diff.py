@@ -18,11 +18,13 @@ import torch
 import datastates as ds
 from datastates.cli import commands
 from datastates.cli.compare import Differences, compare
+from datastates.cli.distance import Distance, distance
 from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
+from datastates.reading import pieces
 from datastates.reading.every_container import open_all
-from datastates.state import arrays
+from datastates.state import arrays, dtypes
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 
@@ -289,3 +291,77 @@ def test_diff_of_what_is_none_is_a_wrong_call(save: Save, tmp_path: Path, capsys
     with pytest.raises(SystemExit) as ended:
         commands.main(["diff", str(a)])
     assert ended.value.code == 2
+
+
+# --- how far
+
+
+def test_diff_says_how_far_values_differ(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    far = WHOLE.double().add(1)
+    far[2, 5] += 0.5
+    near = far.clone()
+    near[2, 5] -= 0.5
+    near[599, 499] += 0.25
+    zeros = torch.zeros(3)
+    a = save(HostTensorProvider("m", {"w": far, "same": WHOLE, "sign": zeros}))[0].path.parent
+    b = save(HostTensorProvider("m", {"w": near, "same": WHOLE, "sign": -zeros}))[0].path.parent
+    status, output = run(capsys, a, b, "--values")
+    assert status == 1
+    norm = np.sqrt(0.5**2 + 0.25**2) / np.linalg.norm(far.numpy())
+    assert output.splitlines()[:2] == [
+        f"m/w differs in 2 of 300000 elements, at most by 0.5 at [2, 5], by {norm:.3g} of its norm",
+        "m/sign differs in no value: in the signs of zeros or in the bits of NaN",
+    ]
+    values = json.loads(run(capsys, a, b, "--values", "--json")[1])["values"]
+    assert list(values) == ["m/w", "m/sign"]
+    assert values["m/w"]["relative"] == pytest.approx(norm)
+    del values["m/w"]["relative"]
+    assert values["m/w"] == {"elements": 300_000, "differing": 2, "not_finite": 0, "most": 0.5, "at": [2, 5]}
+
+
+def test_values_of_a_tensor_in_many_pieces_and_parts_differ_as_far(
+    save: Save, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = WHOLE.clone()
+    changed[599, 3] += 7
+    changed[0, 499] -= 9
+    places = [save(tree(w=w))[0].path for w in (WHOLE, changed)]
+    whole = run(capsys, *places, "--values")
+    assert "2 of 300000 elements, at most by 9 at [0, 499]" in whole[1]
+    monkeypatch.setattr(pieces, "MOST", 1000)
+    assert run(capsys, *places, "--values") == whole
+
+
+@pytest.mark.parametrize("name", [d.name for d in dtypes.ALL if pieces.are_numbers(d)])
+def test_values_of_every_type_are_compared(name: str, save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def provider(last: int) -> StateProvider:
+        if (kind := getattr(torch, name, None)) is not None and dtypes.BY_NAME[name].in_torch:
+            return HostTensorProvider("m", {"w": torch.tensor([1.0, 1, last]).to(kind)})
+        return HostTensorProvider("m", {"w": np.array([1, 1, last]).astype(getattr(ml_dtypes, name))})
+
+    low = int(name == "float8_e8m0fnu")  # which has powers of two only; int2 ends at 1
+    a, b = (save(provider(last))[0].path for last in (low, low + 1))
+    assert "differs in 1 of 3 elements, at most by 1 at [2]" in run(capsys, a, b, "--values")[1]
+
+
+def far(a: Any, b: Any) -> Distance:
+    return distance([((10,), np.array(a), np.array(b))])
+
+
+def test_what_is_not_finite_is_counted_apart() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert far([nan, 1.0, inf], [nan, 1.0, inf]) == Distance(3, 0, 0, None, None, None)
+    found = far([nan, inf, 3.0, 4.0], [1.0, -inf, 3.0, 6.0])
+    assert found == Distance(4, 3, 2, 2.0, (13,), 2 / 5)
+    assert str(found).endswith("at most by 2 at [13], by 0.4 of its norm; 2 of them are not finite")
+    assert far([nan], [0.0]) == Distance(1, 1, 1, None, None, None)
+    assert far([1.7e308], [-1.7e308]).not_finite == 1
+
+
+def test_large_integers_and_complex_numbers_differ_as_stored() -> None:
+    assert far([2**60], [2**60 + 1]).differing == 1
+    assert far([3 + 4j], [0j]).most == 5.0
+    assert far([0.0], [1.0]) == Distance(1, 1, 0, 1.0, (10,), None)
+    assert far([True], [False]).most == 1.0

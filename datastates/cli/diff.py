@@ -1,0 +1,81 @@
+"""The command ``datastates diff``: says what differs between two checkpoints and, if asked, how far."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from datastates import _calls
+from datastates.cli.compare import Differences, compare
+from datastates.cli.distance import Distance, distance
+from datastates.cli.output import print_json, printable, say
+from datastates.cli.progress import progress_bar
+from datastates.cli.show import IN_SHELL
+from datastates.config import IoSettings
+from datastates.executor.make import make_small_executor
+from datastates.formats.format import Opened
+from datastates.reading.pieces import are_numbers, pieces
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    with (
+        _calls.opened(arguments.A, arguments.step, IN_SHELL) as a,
+        _calls.opened(arguments.B, arguments.step, IN_SHELL) as b,
+    ):
+        found = compare(a.files, b.files)
+        values = _distances(a, b, found, quiet=arguments.json) if arguments.values else {}
+    if arguments.json:
+        print_json(
+            {
+                "equal": found.is_equal,
+                "only_a": found.only_a,
+                "only_b": found.only_b,
+                "descriptions": [{"key": key, "a": a, "b": b} for key, a, b in found.descriptions],
+                "contents": found.contents,
+                **({"values": {key: asdict(one) for key, one in values.items()}} if arguments.values else {}),
+                "alike": found.equal,
+                "bytes_read": found.read,
+            }
+        )
+    else:
+        _print_differences(found, values, str(arguments.A), str(arguments.B))
+    return 0 if found.is_equal else 1
+
+
+def _distances(a: Opened, b: Opened, found: Differences, *, quiet: bool) -> dict[str, Distance]:
+    """How far the tensors of other contents differ, by full key, without those of types that are no numbers."""
+    rows = {key: row for key in found.contents if a.tensors.holds(key) and (row := a.tensors.find(key)) is not None}
+    numbers = {key: row for key, row in rows.items() if are_numbers(row.dtype)}
+    total = sum(2 * math.prod(row.global_shape) * row.dtype.itemsize for row in numbers.values())
+    with (
+        contextlib.closing(make_small_executor(IoSettings.of({}), total)) as executor,
+        progress_bar("diff", quiet=quiet) as advance,
+    ):
+
+        def both(key: str) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
+            of_a, of_b = (pieces(one.tensors, key, executor) for one in (a, b))
+            for (begin, piece), (_, other) in zip(of_a, of_b, strict=True):
+                yield begin, piece, other
+                advance(2 * piece.size * numbers[key].dtype.itemsize, total)
+
+        return {key: distance(both(key)) for key in numbers}
+
+
+def _print_differences(found: Differences, values: Mapping[str, Distance], a: str, b: str) -> None:
+    for where, keys in ((a, found.only_a), (b, found.only_b)):
+        for key in keys:
+            say(f"{printable(key)} is only in {where}")
+    for key, one, other in found.descriptions:
+        say(f"{printable(key)} is {one} in {a}, {other} in {b}")
+    for key in found.contents:
+        say(f"{printable(key)} {values.get(key, 'differs')}")
+    only = len(found.only_a) + len(found.only_b)
+    say(
+        f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "
+        f"shape, {only} in one of them only"
+    )
