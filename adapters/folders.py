@@ -19,6 +19,7 @@ from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
+from datastates.commit.names import hidden
 from datastates.commit.pending import Pending
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
@@ -104,7 +105,7 @@ class FolderCheckpoints:
             room = room or target.parent
             world = self._prepare(room, target)
         looks.finish(target)  # this checkpoint replaces the contents that the folder has then
-        pending = Pending(Location(room / f".{target.name}"), world.token(name))
+        pending = Pending(hidden(Location(room / target.name)), world.token(name))
         staged = Path(pending.directory / target.name)
         snapshots: list[Snapshot] = []
         before: naming.Contents = {}

@@ -15,10 +15,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
+from datastates.commit.names import stem_of_partial
 from datastates.commit.pending import LOCK
 from datastates.errors import CommitError
-from datastates.storage import Location, location, store_of
+from datastates.storage import Location, store_of
 from datastates.storage.local import opened
 
 _log = logging.getLogger("datastates")
@@ -106,7 +107,7 @@ def numbered(name: str) -> re.Pattern[str]:
 
 def alike(name: str) -> re.Pattern[str]:
     """A pattern that matches the hidden folders of a checkpoint's name, also with other numbers in the name."""
-    stem = location.stem_of_partial(f".{name}")
+    stem = stem_of_partial(f".{name}")
     if stem == f".{name}":
         return numbered(stem)
     # a long name is cut after more or fewer of its characters with other numbers, and has another digest
@@ -122,13 +123,14 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
         home: The folder of the finished checkpoints.
     """
     try:
-        for hidden in map(Path, retention.debris(Location(room), names)):
-            for old in (hidden / _OLD).glob("*"):
-                if (hidden / old.name).exists():  # the run ended before the new one had the name
+        tier = tier_of(Location(room))
+        for left in map(Path, tier.debris(names)):
+            for old in (left / _OLD).glob("*"):
+                if (left / old.name).exists():  # the run ended before the new one had the name
                     _put_back(old, home / old.name)
-        retention.sweep(Location(room), names)
+        tier.sweep(names)
     except OSError as error:  # this rank must not fail for that, as the others go on
-        _log.warning("what an interrupted run left could not be removed: %s", error)
+        _log.warning("debris of an interrupted run could not be removed: %s", error)
 
 
 def _keep(source: Path, target: Path, known: Contents, *, replace: bool) -> Contents:
@@ -154,7 +156,7 @@ def _keep_one(entry: Path, new: Path) -> None:
         new.mkdir(parents=True, exist_ok=True)
         return
     new.parent.mkdir(parents=True, exist_ok=True)
-    second = new.with_name(f"{location.stem_of_partial(f'.{new.name}')}.kept")
+    second = new.with_name(f"{stem_of_partial(f'.{new.name}')}.kept")
     try:
         os.link(entry, second, follow_symlinks=False)
     except OSError:  # a file system without links

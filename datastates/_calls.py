@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from datastates.commit import health, manifest, newest
-from datastates.commit.directories import checked_step
+from datastates.commit.names import checked_step
 from datastates.config import IoSettings, RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor

@@ -11,9 +11,9 @@ from typing import Any
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates.commit import retention
 from datastates.commit.ballot import Ballot
-from datastates.commit.directories import checked_step
+from datastates.commit.directory_tier import sweep_beside, tier_of
+from datastates.commit.names import checked_step
 from datastates.commit.sequence import next_alone
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.container.pickle_reader import Trust
@@ -89,12 +89,12 @@ def snapshot(
     def prepare() -> bytes:
         if store_of(target).exists(target):
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
-        retention.sweep_beside(target)
+        sweep_beside(target)
         return b""
 
     try:
         meet(world, name, target, prepare)
-        ballot = Ballot(world, f"{name}/commit", partial(next_alone, target.parent), step=step)
+        ballot = Ballot(world, f"{name}/commit", partial(next_alone, tier_of(target.parent)), step=step)
     except BaseException:
         world.close()
         raise

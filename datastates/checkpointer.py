@@ -15,10 +15,11 @@ from types import TracebackType
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates.commit import directories, newest, retention
+from datastates.commit import newest, retention
 from datastates.commit.ballot import Ballot
-from datastates.commit.directories import checked_step
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.fence import Opening
+from datastates.commit.names import checked_step, step_name
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
@@ -83,6 +84,7 @@ class Checkpointer:
         with telling(lambda: Location.of(directory), options, partial(refuse_to_meet, self._name)):
             self.settings = Settings.of(options)
             self._root = Location.of(directory)
+            self._tier = tier_of(self._root)
             self.directory = Path(self._root)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
@@ -106,7 +108,7 @@ class Checkpointer:
         )
         prepare(executor, self.settings)
         self._retention = threading.Lock()
-        self._order = Order(self._root)
+        self._order = Order(self._tier)
         self._taken: list[Course] = []
         self._closed = False
         self.failures = 0
@@ -114,7 +116,7 @@ class Checkpointer:
 
     def _prepare(self) -> bytes:
         """On rank 0, before any rank writes: remove debris from the directory. Returns the opening for all ranks."""
-        retention.sweep(self._root)
+        self._tier.sweep()
         return Opening.begin(self._root).encode()
 
     # --- saving
@@ -181,13 +183,13 @@ class Checkpointer:
         """Two functions: one returns the expected path of the step's checkpoint, one the path to commit it to."""
         is_alone = self._engine.world.size == 1
         # of several ranks only the coordinator knows the revision, and only when it commits
-        chosen = cache(partial(directories.target, self._root, step))
-        final = chosen if is_alone else partial(directories.target, self._root, step, in_flight=False)
+        chosen = cache(partial(self._tier.target, step))
+        final = chosen if is_alone else partial(self._tier.target, step, in_flight=False)
 
         def expected() -> Location:
             if self._engine.world.rank == 0:
                 self._opening.begin_to_save()
-            return chosen() if is_alone else self._root / directories.step_name(step)
+            return chosen() if is_alone else self._root / step_name(step)
 
         return expected, final
 
@@ -213,7 +215,7 @@ class Checkpointer:
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""
         with self._retention:
-            retention.retain(self._root, self.settings.keep_last, self.settings.keep_every)
+            retention.retain(self._tier, keep_last=self.settings.keep_last, keep_every=self.settings.keep_every)
 
     # --- restoring
 
@@ -270,11 +272,11 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
-        return list(newest.committed(self._root))
+        return list(newest.committed(self._tier))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        return next(reversed(newest.by_certain_age(self._root)), None)
+        return next(reversed(newest.by_certain_age(self._tier)), None)
 
     # --- ending
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
 from datastates.adapters import looks
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
+from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
@@ -22,7 +22,6 @@ from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage import Location, store_of
 
 _log = logging.getLogger("datastates")
-_PENDING = re.compile(r"\.")
 
 
 def pending_of(final: Path, room: Path | None = None) -> Pending:
@@ -30,7 +29,7 @@ def pending_of(final: Path, room: Path | None = None) -> Pending:
 
     ``room`` is the folder that holds it, on the file system of ``final``; None: the folder of ``final``.
     """
-    pending = Pending(Location((room or final.parent) / f".{final.name}"))
+    pending = Pending(hidden(Location((room or final.parent) / final.name)))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
@@ -40,14 +39,14 @@ def sweep(root: Path) -> None:
     try:
         folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
     except OSError as error:
-        _log.warning("what an interrupted run left could not be looked for: %s", error)
+        _log.warning("debris of interrupted runs could not be looked for: %s", error)
         return
     for folder in folders:
         try:
-            retention.sweep(Location(folder), _PENDING)
+            tier_of(Location(folder)).sweep(HIDDEN)
         except OSError as error:  # this rank must not fail for that, as the others go on
             if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
-                _log.warning("what an interrupted run left could not be removed: %s", error)
+                _log.warning("debris of an interrupted run could not be removed: %s", error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

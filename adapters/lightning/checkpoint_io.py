@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from datastates.adapters import looks, torch_loads
 from datastates.adapters.lightning import asking
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
 from datastates.adapters.tried import warn_of_untried
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
+from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
@@ -31,7 +31,6 @@ except ImportError:
     from lightning_fabric.plugins import TorchCheckpointIO  # type: ignore[assignment]
 
 _STATE = ("state_dict", "optimizer_states")
-_PENDING = re.compile(r"\.")
 """Beginning of the temporary name under which a checkpoint is written."""
 _one_at_a_time = threading.RLock()
 """A wrapper may save on a thread of its own, while checkpoints are removed on the training thread."""
@@ -122,8 +121,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
-            retention.sweep(home, _PENDING)
-        pending = Pending(home / f".{final.name}")
+            tier_of(home).sweep(HIDDEN)
+        pending = Pending(hidden(home / final.name))
         partial = pending.file(final.name)
         ending = Work(lambda: None)  # who takes it ends the checkpoint: by its name, or as interrupted
 

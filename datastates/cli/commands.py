@@ -18,7 +18,7 @@ from datastates.cli.output import OutputError, WrongCallError, print_json, print
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.commit import health
-from datastates.commit.directories import checked_step
+from datastates.commit.names import checked_step
 from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.formats import own
 from datastates.formats.format import Opened, Problem

@@ -8,7 +8,8 @@ from typing import Any
 
 from datastates.cli.output import print_json, printable, say
 from datastates.cli.show import as_size, print_table
-from datastates.commit import directories, health, manifest, newest, retention
+from datastates.commit import directories, health, manifest, newest
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
 from datastates.storage import store_of
@@ -28,11 +29,12 @@ def ls(arguments: argparse.Namespace) -> int:
     elif kind is not None:
         others = {path.name or str(path): kind.NAME}
     elif store_of(path).is_folder(path):
-        by_age = newest.by_age(path)
+        tier = tier_of(path)
+        by_age = newest.by_age(tier)
         for age, (step, one) in enumerate(by_age.items()):
             later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
             found.append({**_describe(one), "step": step, "superseded_by": later})
-        left = [one.name for one in retention.debris(path)]
+        left = [one.name for one in tier.debris()]
         foreign = [one.name for one in directories.without_manifest(path)]
         others = recognise.others(path, {*(one.name for one in directories.steps(path)), *left, *foreign})
     else:

@@ -2,9 +2,10 @@
 
 from datastates.commit.ballot import Ballot, Vote
 from datastates.commit.catalog import Catalog
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.ending import Ending
 from datastates.commit.manifest import Manifest
 from datastates.commit.newest import committed, find
-from datastates.commit.protection import reading
+from datastates.commit.tier import Tier
 
-__all__ = ["Ballot", "Catalog", "Ending", "Manifest", "Vote", "committed", "find", "reading"]
+__all__ = ["Ballot", "Catalog", "Ending", "Manifest", "Tier", "Vote", "committed", "find", "tier_of"]

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from datastates._base.packing import pack, unpack
-from datastates.commit import catalog, directories, manifest
+from datastates.commit import catalog, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.fence import Opening
 from datastates.commit.pending import Pending
 from datastates.commit.tiling import PRIME
@@ -158,7 +159,7 @@ class Ballot:
             if not is_told(error):
                 pending.files.clear()  # keep them: the coordinator may still commit them
             # the coordinator may have committed, and then ended, or its answer was lost
-            if (path := directories.of_attempt(pending.target, pending.attempt)) is not None:
+            if (path := tier_of(pending.target.parent).of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
         if done[:1] == _SKIPPED:

@@ -29,8 +29,9 @@ from typing import NamedTuple
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
-from datastates.commit.directories import PARTIAL, STEP, entries
-from datastates.commit.pending import LOCK, as_debris
+from datastates.commit.directories import entries
+from datastates.commit.names import PARTIAL, STEP, as_debris
+from datastates.commit.pending import LOCK
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location

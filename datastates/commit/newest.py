@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from datastates.commit import manifest
-from datastates.commit.directories import STEP, steps, without_manifest
-from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.commit.directories import without_manifest
+from datastates.commit.directory_tier import sequence_of, tier_of
+from datastates.commit.tier import Committed, Tier
+from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -35,7 +37,8 @@ def candidates(path: Location, step: int | None = None, *, certain: bool = True)
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
     _warn_of_links(path)
-    every = by_certain_age(path, step) if certain else by_age(path)
+    tier = tier_of(path)
+    every = by_certain_age(tier, step) if certain else by_age(tier)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
 
@@ -72,7 +75,7 @@ def _what_is_there(path: Location) -> str:
     """The end of an error message: the checkpoints that a directory has instead of the wanted one."""
     if not store_of(path).exists(path):
         return ", which does not exist"
-    if every := list(committed(path)):
+    if every := list(committed(tier_of(path))):
         some = ", ".join(map(str, every[-_NAMED:]))
         return f", only of {'..., ' if len(every) > _NAMED else ''}{some}"
     if without := without_manifest(path):
@@ -80,21 +83,21 @@ def _what_is_there(path: Location) -> str:
     return ""
 
 
-def committed(root: Location) -> dict[int, Location]:
-    """The committed checkpoints below ``root`` by step, ascending. For a step saved again, the newest one."""
-    return dict(sorted(by_age(root).items()))
+def committed(tier: Tier) -> dict[int, Location]:
+    """The committed checkpoints in a tier by step, ascending. For a step saved again, the newest one."""
+    return dict(sorted(by_age(tier).items()))
 
 
-def by_age(root: Location, *, certain: bool = False) -> dict[int, Location]:
+def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     found: dict[int, Location] = {}
-    for step, path in in_order(root, certain=certain):
+    for step, path in in_order(tier, certain=certain):
         found.pop(step, None)
         found[step] = path
     return found
 
 
-def by_certain_age(root: Location, step: int | None = None) -> dict[int, Location]:
+def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:
@@ -104,78 +107,31 @@ def by_certain_age(root: Location, step: int | None = None) -> dict[int, Locatio
     def choose() -> Location | None:
         return next(reversed(every.values()), None) if step is None else every.get(step)
 
-    every = by_age(root)
+    every = by_age(tier)
     while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
             if (found := manifest.look(newest)) is not None:
-                _sequence(newest, found.version)  # cached, unless it could not be read before
-        every = by_age(root)
+                sequence_of(newest, found.version)  # cached, unless it could not be read before
+        every = by_age(tier)
         if choose() == newest:
             break
     return every
 
 
-def in_order(root: Location, *, certain: bool = False) -> list[tuple[int, Location]]:
+def in_order(tier: Tier, *, certain: bool = False) -> list[tuple[int, Location]]:
     """Step and path of every committed checkpoint, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
     manifest cannot be read comes after all whose directories were not changed later than its own. With ``certain``,
     one that the storage cannot read raises StorageError instead.
     """
-    every = numbered(root, certain=certain)
+    every = tier.checkpoints(certain=certain)
     known = [(one.changed, one.sequence) for one in every if one.sequence is not None]
 
-    def age(one: Numbered) -> tuple[int, bool, int, int]:
+    def age(one: Committed) -> tuple[int, bool, int, int]:
         if one.sequence is not None:
             return one.sequence, False, one.step, one.revision
         guess = max((sequence for changed, sequence in known if changed <= one.changed), default=0)
         return guess, guess > 0, one.step, one.revision
 
     return [(one.step, one.path) for one in sorted(every, key=age)]
-
-
-class Numbered(NamedTuple):
-    """A committed checkpoint, and the numbers that tell its age.
-
-    Attributes:
-        sequence: The sequence number in its manifest; 0 in a manifest of format 1, None if the manifest is unreadable.
-        step: Its step.
-        revision: The revision in its directory's name; 0 if there is none.
-        path: Its directory.
-        changed: When the directory was last changed, in nanoseconds.
-    """
-
-    sequence: int | None
-    step: int
-    revision: int
-    path: Location
-    changed: int
-
-
-def numbered(root: Location, *, certain: bool = False) -> list[Numbered]:
-    """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest cannot be read."""
-    found = []
-    for entry in steps(root):
-        if (match := STEP.match(entry.name)) and (file := manifest.look(entry)) is not None:
-            with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
-                if (folder := store_of(entry).look(entry)) is None:
-                    continue
-                changed = folder.changed  # the commit made the last change: it unlinked the lock
-                try:
-                    sequence = _sequence(entry, file.version)
-                except StorageError:
-                    if certain:
-                        raise
-                    sequence = None  # reported to whoever opens it
-                found.append(Numbered(sequence, int(match[1]), int(match[2] or 0), entry, changed))
-    return found
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _sequence(path: Location, version: tuple[int, ...]) -> int | None:
-    """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
-    del version
-    try:
-        return manifest.open(path).sequence or 0
-    except FormatError:
-        return None

@@ -15,21 +15,11 @@ from collections.abc import Callable, Iterable
 
 from datastates.commit import manifest
 from datastates.commit.manifest import Manifest
+from datastates.commit.names import partial
 from datastates.errors import StorageError
 from datastates.storage import Location, Lock, store_of
-from datastates.storage.location import stem_of_partial
 
 LOCK = ".lock"
-
-
-def partial(target: Location, attempt: str) -> Location:
-    """The partial directory of an attempt to write ``target``."""
-    return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
-
-
-def as_debris(path: Location) -> Location:
-    """A new name beside ``path`` for a directory that is to be deleted: nobody takes it for a checkpoint."""
-    return partial(path, secrets.token_hex(4))
 
 
 class Pending:

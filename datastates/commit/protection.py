@@ -5,39 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from datastates.commit import manifest
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.newest import find
-from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
-@contextlib.contextmanager
-def reading(path: Location) -> Iterator[None]:
-    """Keep other processes from deleting a checkpoint while it is read, if the file system has locks.
-
-    Raises:
-        CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
-    """
-    try:
-        file = store_of(path).open_lock(path / manifest.FILE, write=False)
-    except StorageError as error:
-        manifest.refuse_missing(path, error)
-        raise
-    with file:
-        if file.hold(shared=True) is False or not file.is_at(path / manifest.FILE):
-            raise CheckpointNotFoundError(f"{path} is being deleted")
-        yield
-
-
 def keep(find: Callable[[], Location | None], reader: contextlib.ExitStack) -> Location | None:
-    """Keep the checkpoint that ``find`` returns from deletion until ``reader`` closes, as :func:`reading` does.
+    """Keep the checkpoint that ``find`` returns from deletion until ``reader`` closes, as :meth:`Tier.protect` does.
 
     If it is deleted before it can be kept, ``find`` is called again. Returns None if ``find`` does.
     """
     while (path := find()) is not None:
         try:
-            reader.enter_context(reading(path))
+            reader.enter_context(tier_of(path.parent).protect(path))
             break
         except CheckpointNotFoundError:
             if path == find():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates.commit import retention
+from datastates.commit.directory_tier import sweep_beside
 from datastates.commit.pending import Pending, publish_files
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
@@ -175,7 +175,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 @contextlib.contextmanager
 def _pending(place: Location) -> Iterator[Pending]:
     """Yield a partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
-    retention.sweep_beside(place)
+    sweep_beside(place)
     missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)

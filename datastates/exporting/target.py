@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from datastates.commit.directories import PARTIAL
+from datastates.commit.names import PARTIAL
 from datastates.storage import store_of
 from datastates.storage.location import Location
 

@@ -1,4 +1,4 @@
-"""The protocol of a framework's store that all ranks reach: keys with values, for boards and openings."""
+"""The protocol of a framework's store that all ranks reach: keys with values, for boards and rounds."""
 
 from __future__ import annotations
 

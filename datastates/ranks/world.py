@@ -17,8 +17,8 @@ from datastates.ranks import jax_keys, torch_keys
 from datastates.ranks.board_world import BoardWorld, Decide, token_of
 from datastates.ranks.join import join
 from datastates.ranks.keys import Place
-from datastates.ranks.openings import Openings
 from datastates.ranks.polling import slowest
+from datastates.ranks.rounds import Rounds
 from datastates.ranks.store_board import StoreBoard
 from datastates.storage.location import Location
 
@@ -101,9 +101,9 @@ class SoloWorld:
         """Do nothing."""
 
 
-_openings: dict[str, Openings] = {}
-"""This process's openings in a framework's store, by the name of the directory."""
-_openings_lock = threading.Lock()
+_rounds: dict[str, Rounds] = {}
+"""This process's rounds in a framework's store, by the name of the directory."""
+_rounds_lock = threading.Lock()
 
 
 def world_of(rank: int | None, world_size: int | None, directory: Location, timeout: float) -> World:
@@ -113,7 +113,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Location, time
       all ranks have come.
     - Otherwise, if torch.distributed is initialized with more than one rank, the ranks meet in its default Store; or
       else, if jax.distributed is initialized with more than one process, in JAX's coordination service. The others
-      wait for rank 0 only. All ranks must open worlds for directories of one name in the same order. An opening that
+      wait for rank 0 only. All ranks must open worlds for directories of one name in the same order. A round that
       fails on only some ranks does not put them out of step.
     - Otherwise this rank is alone.
 
@@ -139,14 +139,14 @@ def world_of(rank: int | None, world_size: int | None, directory: Location, time
         world.agree("join", b"", lambda _: b"")
         return world
     # by name, not by path: hosts may mount the directory in different places
-    opening = _Opening.of(directory.name, timeout)
-    return SoloWorld(by_wish=False) if opening is None else opening.world()
+    next_round = _Round.of(directory.name, timeout)
+    return SoloWorld(by_wish=False) if next_round is None else next_round.world()
 
 
 def refuse(directory: Location, timeout: float, tell: Callable[[World], object]) -> None:
     """Tell the ranks that meet in a framework's store, in the background, why this rank does not open its world.
 
-    The call takes the place of this rank's opening, so that the others need not wait for it. Ranks that meet in a
+    The call takes the place of this rank's round, so that the others need not wait for it. Ranks that meet in a
     directory are not told.
 
     Args:
@@ -155,23 +155,23 @@ def refuse(directory: Location, timeout: float, tell: Callable[[World], object])
         tell: Takes part in the first agreement on behalf of this rank. Its exceptions are ignored.
     """
     with contextlib.suppress(SettingsError):
-        if (opening := _Opening.of(directory.name, timeout)) is not None:
+        if (next_round := _Round.of(directory.name, timeout)) is not None:
             # a daemon: ranks that never come must not keep this process from ending
-            start(threading.Thread(target=opening.refuse, args=(tell,), name="datastates-refuse", daemon=True))
+            start(threading.Thread(target=next_round.refuse, args=(tell,), name="datastates-refuse", daemon=True))
 
 
-class _Opening:
-    """The opening of one world in a framework's store. It joins the line of this process's openings when it is made."""
+class _Round:
+    """One round, which makes one world in a framework's store. It joins the line of this process's rounds at once."""
 
     def __init__(self, place: Place, name: str, timeout: float) -> None:
         self._place, self._name, self._timeout = place, name, timeout
-        with _openings_lock:
-            self._openings = _openings.setdefault(name, Openings(name))
-        self._turn = self._openings.queue()
+        with _rounds_lock:
+            self._rounds = _rounds.setdefault(name, Rounds(name))
+        self._turn = self._rounds.queue()
 
     @classmethod
-    def of(cls, name: str, timeout: float) -> _Opening | None:
-        """The next opening of a name; None if this rank is alone."""
+    def of(cls, name: str, timeout: float) -> _Round | None:
+        """The next round of a name; None if this rank is alone."""
         place = _place()
         return None if place is None else cls(place, name, timeout)
 
@@ -184,11 +184,11 @@ class _Opening:
             self._turn.leave()
             raise
         try:
-            number = self._openings.enter(self._turn, keys, self._timeout, slowest(self._place.size))
+            number = self._rounds.enter(self._turn, keys, self._timeout, slowest(self._place.size))
         except BaseException:
             keys.close()
             raise
-        board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._openings.end, keys, number))
+        board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._rounds.end, keys, number))
         place = self._place
         return BoardWorld(place.rank, place.size, board, timeout=self._timeout, store=place.store)
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 from datastates.commit import health, manifest, protection
+from datastates.commit.directory_tier import tier_of
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
@@ -49,7 +50,7 @@ def open_together(
 
     def keep() -> None:
         if meeting.rank:
-            reading.enter_context(protection.reading(stored.head.path))
+            reading.enter_context(tier_of(stored.head.path.parent).protect(stored.head.path))
 
     meeting.begin(keep)
     return stored

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict
 
-from datastates.commit.directories import checked_step
+from datastates.commit.names import checked_step
 from datastates.container.pickle_reader import Trust, check_trust
 from datastates.restoring.renaming import Renames, as_text, checked_renames
 from datastates.restoring.selection import Keys, checked_keys

@@ -12,8 +12,8 @@ from functools import partial
 
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
-from datastates.commit.pending import Pending
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
@@ -127,7 +127,9 @@ class Engine:
 
         def choose_ending() -> Ending:
             course.path = expected()
-            return CheckpointEnding(Pending(course.path, ballot.attempt, ballot.mark), ballot, target, retain)
+            return CheckpointEnding(
+                tier_of(course.path.parent).pending(course.path, ballot.attempt, ballot.mark), ballot, target, retain
+            )
 
         return self._take(self._saver, collected, course, choose_ending, ballot)
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path, PurePosixPath
-
-_LONGEST_NAME = 255
-"""Most bytes of a file's name, on every usual file system."""
-_KEPT = 200
-"""Bytes of a too long name that are kept in the name of its partial directory."""
 
 PathLike = str | os.PathLike[str]
 
@@ -138,15 +132,3 @@ def refuse_address(path: PathLike) -> None:
             f"path: {text} is an address ({match[1]}:), and checkpoints are saved to file systems only: "
             "give a path, of local storage or of a mount"
         )
-
-
-def stem_of_partial(name: str) -> str:
-    """The beginning of the name of a partial directory, given the final name.
-
-    It is the final name itself; of a very long one, its beginning and a digest, so that the whole fits into a name.
-    """
-    encoded = os.fsencode(name)
-    if len(encoded) + len(".partial-xxxxxxxx") + len(".replaced") <= _LONGEST_NAME:
-        return name
-    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f"{encoded[:_KEPT].decode(errors='ignore')}~{digest}"

@@ -39,6 +39,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.commit import fence, retention
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.formats.own_verify import verify_container
@@ -114,11 +115,11 @@ class Told:
 
 def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
     """Live one life: restore the save ``newest``, then save."""
-    before = committed(root)
+    before = committed(tier_of(root))
     with ds.Checkpointer(root, **life.options) as ckpt:
         told.say("opened")
-        check(retention.debris(root) == [], "what was left is still there")
-        check(committed(root) == before, "opening lost a checkpoint")
+        check(tier_of(root).debris() == [], "what was left is still there")
+        check(committed(tier_of(root)) == before, "opening lost a checkpoint")
         state: State | None = None
         if newest is not None:
             state = State(newest.structure)
@@ -265,7 +266,7 @@ class Audit:
         closed = any(event[0] == "closed" for event in events)
         if closed:
             check(said["calling"] == said["committed"] | said["failed"], "closed, and something has not ended")
-            check(failing or retention.debris(self._root) == [], "closed, and something was left")
+            check(failing or tier_of(self._root).debris() == [], "closed, and something was left")
         if signalled == signal.SIGTERM and not failing:  # what was in flight then was still committed
             taken = {details[0] for event, *details in events[: life.event] if event == "taken"}
             changed = {save.number for save in life.saves if save.change and not save.gated}
@@ -285,7 +286,7 @@ class Audit:
 
     def _contents(self) -> Save | None:
         """Check all committed checkpoints, to the bit; returns the newest save."""
-        there = committed(self._root)
+        there = committed(tier_of(self._root))
         self._found = {}
         for step, path in there.items():
             opened, containers = open_checkpoint(path)
@@ -299,9 +300,9 @@ class Audit:
             check(save.step == step, f"save {number} stands as step {step}")
             wrong = differences(found, expected_of(save))
             check(not wrong, f"save {number} differs at {wrong}")
-        known = {*there.values(), *retention.superseded(self._root), self._root / fence.FOLDER}
+        known = {*there.values(), *retention.superseded(tier_of(self._root)), self._root / fence.FOLDER}
         left = set(self._root.iterdir()) - known
-        check(left == set(retention.debris(self._root)), f"neither a checkpoint nor debris: {left}")
+        check(left == set(tier_of(self._root).debris()), f"neither a checkpoint nor debris: {left}")
         return self._saves[max(self._found.values())] if self._found else None
 
 

@@ -18,6 +18,7 @@ from by_path import module_at
 import datastates as ds
 from datastates import _native
 from datastates.commit import fence, newest, retention
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.reading.every_container import open_checkpoint
@@ -97,9 +98,9 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
     """Check what a crash left in a directory of the training loop's checkpoints; returns the committed steps."""
 
     def check(root: Path) -> list[int]:
-        committed = newest.committed(root)
-        checkpoints = {*committed.values(), *retention.superseded(root)}
-        assert set(retention.debris(root)) == set(root.iterdir()) - checkpoints - {root / fence.FOLDER}
+        committed = newest.committed(tier_of(root))
+        checkpoints = {*committed.values(), *retention.superseded(tier_of(root))}
+        assert set(tier_of(root).debris()) == set(root.iterdir()) - checkpoints - {root / fence.FOLDER}
         for step, path in committed.items():
             opened, containers = open_checkpoint(path)
             assert opened.step == step
@@ -116,12 +117,12 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
     """Run again in a directory: check that it cleans up, loses no checkpoint, restores the newest and saves another."""
 
     def next_run(root: Path) -> None:
-        before = newest.committed(root)
+        before = newest.committed(tier_of(root))
         state = training.state_of(0)
         providers = training.providers_of(state)
         with ds.Checkpointer(root, **training.OPTIONS) as ckpt:
-            assert retention.debris(root) == []
-            assert newest.committed(root) == before
+            assert tier_of(root).debris() == []
+            assert newest.committed(tier_of(root)) == before
             restored = ckpt.restore(providers)
             begin = restored.step if restored else 0
             assert begin == max(before, default=0)
@@ -131,6 +132,6 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
                 training.update(state, step)
             ckpt.snapshot(providers, step=step)
         assert audit(root)[-1] == step
-        assert retention.debris(root) == []
+        assert tier_of(root).debris() == []
 
     return next_run

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates.commit import newest, retention
+from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
@@ -160,7 +161,7 @@ def told(pipe: int, seconds: float) -> set[int]:
 def audit(root: Path, before: set[int]) -> list[str]:
     """What is wrong with a directory in which the steps ``before`` had been committed."""
     wrong = []
-    committed = newest.committed(root)
+    committed = newest.committed(tier_of(root))
     for step in before:
         if step not in committed and sum(s > step for s in committed) < KEEP:
             wrong.append(f"step {step} is lost; there are {list(committed)}")
@@ -187,7 +188,7 @@ def next_run(root: Path, newest: int | None) -> list[str]:
     for array in state["lazy"].values():
         array[...] = 0
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
-        wrong = [f"the next run leaves {left}" for left in retention.debris(root)]
+        wrong = [f"the next run leaves {left}" for left in tier_of(root).debris()]
         restored = ckpt.restore(providers_of(state))
         if (restored.step if restored else None) != newest:
             wrong.append(f"the next run does not restore {newest}")
@@ -226,7 +227,7 @@ def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str
             known |= told(pipe, rng.uniform(0, 0.2))
             clone(disk, copy)
             with mounted(copy, kind, base / "clone") as cut:
-                half += len(retention.debris(cut / "run"))
+                half += len(tier_of(cut / "run").debris())
                 problems = audit(cut / "run", known)
             copy.unlink()
             wrong += [f"cut {number} after step {max(known)}: {text}" for text in problems]

@@ -13,6 +13,7 @@ import numpy as np
 import datastates as ds
 from datastates import _native
 from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 from datastates.storage import local
@@ -46,7 +47,7 @@ def providers(step: int) -> list[StateProvider]:
 
 
 def assert_holds(root: Path, *steps: int) -> None:
-    committed = newest.committed(root)
+    committed = newest.committed(tier_of(root))
     assert list(committed) == list(steps)
     for step, path in committed.items():
         assert np.array_equal(ds.load(path)["model"]["a"], array_of(step))

@@ -15,7 +15,9 @@ from steps import OPTIONS, array_of, assert_holds, providers
 import datastates as ds
 from datastates._base import faults
 from datastates.cli import commands
-from datastates.commit import protection, retention
+from datastates.commit.directory_tier import DirectoryTier
+from datastates.commit.tier import Tier
+from datastates.storage import Location
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -28,15 +30,15 @@ def save(root: Path, *steps: int, **options: Any) -> None:
 def overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which step 1 is deleted, in favour of step 2, after a reader found it and before it holds it."""
     save(tmp_path, 1)
-    real = protection.reading
+    real = DirectoryTier.protect
     waiting = [2]
 
-    def reading(path: Path) -> Any:
+    def protect(tier: Tier, path: Location) -> Any:
         while waiting:
             save(tmp_path, waiting.pop(), keep_last=1)
-        return real(path)
+        return real(tier, path)
 
-    monkeypatch.setattr(protection, "reading", reading)
+    monkeypatch.setattr(DirectoryTier, "protect", protect)
     return tmp_path
 
 
@@ -68,17 +70,17 @@ def test_what_another_process_has_deleted_is_no_matter(
     point: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1, 2, 3)
-    real, outcomes = retention.remove, []
+    real, outcomes = DirectoryTier.remove, []
 
-    def remove(path: Path) -> bool:
+    def remove(tier: Tier, path: Location) -> bool:
         if point is None:
-            real(path)
+            real(tier, path)
         else:
             faults.arm(faults.Fault(point, "fail", errno.ENOENT))
-        outcomes.append(real(path))
+        outcomes.append(real(tier, path))
         return outcomes[-1]
 
-    monkeypatch.setattr(retention, "remove", remove)
+    monkeypatch.setattr(DirectoryTier, "remove", remove)
     with caplog.at_level(logging.WARNING, "datastates"):
         save(tmp_path, 4, keep_last=1)
     assert outcomes == [True] * 3

@@ -22,7 +22,8 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates._base.faults import Fault
-from datastates.commit import fence, newest, retention
+from datastates.commit import fence, newest
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider
@@ -84,7 +85,7 @@ def disarm() -> None:
 
 def assert_holds(root: Path, step: int) -> None:
     """Check that the newest checkpoint is that of ``step``, whole and right."""
-    assert newest.find(root) == newest.committed(root)[step]
+    assert newest.find(root) == newest.committed(tier_of(root))[step]
     _, containers = open_checkpoint(newest.find(root))
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
     loaded = ds.load(root)["model"]
@@ -120,7 +121,7 @@ def fail_one_of_three(
         ckpt.snapshot(providers_of(state), step=3).wait_committed()
         assert_holds(root, 3)
         assert 2 not in ckpt.steps()
-    assert retention.debris(root) == []
+    assert tier_of(root).debris() == []
     return caught.value
 
 
@@ -238,7 +239,7 @@ def test_a_failing_deletion_is_logged_and_made_up_for(
             ckpt.snapshot(providers_of(state), step=3).wait_committed()
     assert any(operation in record.getMessage() for record in caplog.records)
     assert ckpt.failures == 0
-    assert list(newest.committed(tmp_path)) == [3]
+    assert list(newest.committed(tier_of(tmp_path))) == [3]
     ds.Checkpointer(tmp_path, **OPTIONS).close()
     assert entries(tmp_path) == ["step-00000003"]
 
@@ -346,7 +347,7 @@ import os, subprocess, sys
 import numpy as np
 import datastates as ds
 from datastates.commit import newest
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]
@@ -362,7 +363,7 @@ with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) 
         print(error.errno, error.operation, error.filename)
     print([name for name in os.listdir(root) if name[0] != '.'])
     ckpt.restore(providers)
-    retention.remove(newest.committed(ckpt.directory)[1])
+    tier_of(ckpt.directory).remove(newest.committed(tier_of(ckpt.directory))[1])
     ckpt.snapshot(providers, step=3).wait_committed()
     print([name for name in os.listdir(root) if name[0] != '.'])
     assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))

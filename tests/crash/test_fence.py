@@ -16,6 +16,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.providers import HostTensorProvider
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -134,7 +135,7 @@ def test_who_was_stopped_after_the_commit_deletes_nothing_of_the_new_run(
     steps = restart(tmp_path, keep or None)
     ((_, later, _),) = wake(old)
     assert later.startswith("FencedError")
-    committed = newest.committed(tmp_path)
+    committed = newest.committed(tier_of(tmp_path))
     assert [step for step in committed if step >= 20] == [step for step in steps if step >= 20]
     assert all(np.array_equal(ds.load(committed[step])["model"]["a"], array_of(step)) for step in committed)
     with ds.open(tmp_path) as opened:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates.commit import fence, newest, retention
+from datastates.commit import fence, newest
+from datastates.commit.directory_tier import tier_of
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
@@ -75,8 +76,8 @@ with ds.Checkpointer(root, io_backend={backend!r}, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(newest.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
-    assert retention.debris(tmp_path) == []
+    assert list(newest.committed(tier_of(tmp_path))) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
+    assert tier_of(tmp_path).debris() == []
 
 
 def test_a_multiprocessing_child_uses_the_inherited_checkpointer(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -96,7 +97,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(newest.committed(tmp_path)) == [1, 2, 10]
+    assert list(newest.committed(tier_of(tmp_path))) == [1, 2, 10]
 
 
 def test_a_child_reads_by_itself_what_its_parent_was_reading_ahead(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -159,8 +160,8 @@ ckpt.close()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(newest.committed(tmp_path)) == [1, 2]
-    assert retention.debris(tmp_path) == []
+    assert list(newest.committed(tier_of(tmp_path))) == [1, 2]
+    assert tier_of(tmp_path).debris() == []
 
 
 @pytest.mark.parametrize("point", ["write", "sync"])
@@ -185,7 +186,7 @@ begun.wait_committed()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(newest.committed(tmp_path)) == [1, 2]
+    assert list(newest.committed(tier_of(tmp_path))) == [1, 2]
 
 
 def test_a_child_that_exits_at_once_does_not_disturb_the_snapshot_in_flight(
@@ -200,7 +201,7 @@ _native.clear_faults()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(newest.committed(tmp_path)) == [1]
+    assert list(newest.committed(tier_of(tmp_path))) == [1]
 
 
 def test_an_abandoned_snapshot_counts_as_no_failure_in_the_child(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -269,9 +270,9 @@ time.sleep(60)
 """
     parent = start("-c", script, tmp_path)
     assert parent.stdout.readline() == "forked\n"  # says the child, which has let go of what it inherited
-    assert retention.debris(tmp_path) == []
+    assert tier_of(tmp_path).debris() == []
     parent.kill()
     parent.wait()
-    assert len(retention.debris(tmp_path)) == 1
+    assert len(tier_of(tmp_path).debris()) == 1
     ds.Checkpointer(tmp_path).close()
     assert [path.name for path in tmp_path.iterdir()] == [fence.FOLDER]

@@ -17,7 +17,7 @@ from steps import OPERATIONS
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
 
 LOOP = Path(__file__).with_name("training_loop.py")
 PYTHON_POINTS = [f"store.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
@@ -85,7 +85,7 @@ def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
     ended = run(LOOP, tmp_path, 5, DATASTATES_FAULTS="store.rename=kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert audit(tmp_path) == []
-    assert len(retention.debris(tmp_path)) >= 1
+    assert len(tier_of(tmp_path).debris()) >= 1
     resume(tmp_path)
 
 

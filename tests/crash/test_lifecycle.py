@@ -19,7 +19,8 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import newest, retention
+from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,
@@ -166,7 +167,7 @@ def test_sigterm_commits_what_is_in_flight_and_then_ends_the_process(tmp_path: P
     ended = run("-c", sigterm_script("handle_sigterm=True,"), tmp_path)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
     assert_holds(tmp_path, 1, 2)
-    assert retention.debris(tmp_path) == []
+    assert tier_of(tmp_path).debris() == []
 
 
 def test_sigterm_from_outside_while_waiting_for_a_snapshot(tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -197,7 +198,7 @@ def test_sigterm_calls_the_handler_that_was_there(tmp_path: Path, run: Callable[
 def test_sigterm_is_left_alone_by_default(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run("-c", sigterm_script(""), tmp_path)
     assert ended.returncode == -signal.SIGTERM, ended.stderr
-    assert list(newest.committed(tmp_path)) == []
+    assert list(newest.committed(tier_of(tmp_path))) == []
 
 
 def test_close_gives_the_signal_back(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ interrupted.set()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "interrupted\n")
-    assert list(newest.committed(tmp_path)) == [1]
+    assert list(newest.committed(tier_of(tmp_path))) == [1]
 
 
 # --- failures are told once

@@ -11,7 +11,8 @@ from command import run, run_json
 from steps import OPTIONS, assert_holds, providers
 
 import datastates as ds
-from datastates.commit import newest, retention
+from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_a_link_with_the_name_of_debris_is_left_alone(root: Path) -> None:
     (root / "step-00000009.partial-00000000").symlink_to(kept)
     with ds.Checkpointer(root, **OPTIONS):
         pass
-    assert retention.debris(root) == []
+    assert tier_of(root).debris() == []
     assert (kept / "precious").exists()
 
 
@@ -94,4 +95,4 @@ def test_a_link_that_leads_nowhere_is_told(
         "where no checkpoint is"
     ]
     assert run_json(capsys, "ls", root)[1]["without_manifest"] == ["step-00000007"]
-    assert newest.committed(root)[7].name == "step-00000007.r1"
+    assert newest.committed(tier_of(root))[7].name == "step-00000007.r1"

@@ -16,10 +16,13 @@ from hold import held
 from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
-from datastates.commit import directories, manifest, newest, retention
+from datastates.commit import directory_tier, manifest, newest, retention
+from datastates.commit.directory_tier import DirectoryTier, tier_of
 from datastates.commit.pending import Pending
+from datastates.commit.tier import Tier
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
+from datastates.storage import Location
 
 # --- retention
 
@@ -122,7 +125,7 @@ def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(
         ckpt.wait()
         assert ckpt.failures == 0
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
-    assert retention.debris(tmp_path) == []
+    assert tier_of(tmp_path).debris() == []
 
 
 # --- two processes, one directory
@@ -134,7 +137,7 @@ def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, r
         snapshot.wait_captured()
         partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
         assert len(partial) == 1
-        assert retention.debris(tmp_path) == []
+        assert tier_of(tmp_path).debris() == []
         ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert partial[0].exists()
@@ -185,7 +188,7 @@ def test_every_step_committed_stays_committed_without_retention(tmp_path: Path) 
     with ds.Checkpointer(tmp_path, max_in_flight=4, **OPTIONS) as ckpt:
         for step in steps:
             ckpt.snapshot([HostTensorProvider("model", {"a": np.full(10, step)})], step=step)
-    assert list(newest.committed(tmp_path)) == steps
+    assert list(newest.committed(tier_of(tmp_path))) == steps
 
 
 def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
@@ -195,7 +198,7 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    real = directories.steps
+    real = directory_tier.steps
     listings = 0
 
     def steps(folder: Path) -> list[Path]:
@@ -205,8 +208,8 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(newest, "steps", steps)
-    assert retention.superseded(root) == [root / "step-00000001"]
+    monkeypatch.setattr(directory_tier, "steps", steps)
+    assert retention.superseded(tier_of(root)) == [root / "step-00000001"]
     assert listings > 0
 
 
@@ -217,26 +220,26 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(100), step=100)
     assert (foreign / "model.safetensors").read_bytes() == b"theirs"
-    assert newest.committed(tmp_path)[100].name == "step-00000100.r1"
+    assert newest.committed(tier_of(tmp_path))[100].name == "step-00000100.r1"
 
 
 def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deleting, go_on = threading.Event(), threading.Event()
-    real = retention.remove
+    real = DirectoryTier.remove
 
-    def slow(path: Path) -> None:
+    def slow(tier: Tier, path: Location) -> bool:
         deleting.set()
         assert go_on.wait(30)
-        real(path)
+        return real(tier, path)
 
-    monkeypatch.setattr(retention, "remove", slow)
+    monkeypatch.setattr(DirectoryTier, "remove", slow)
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         for step in (1, 2):
             ckpt.snapshot(providers(step), step=step)
         assert deleting.wait(30)
         ckpt.gate()
         go_on.set()
-    assert list(newest.committed(tmp_path)) == [2]
+    assert list(newest.committed(tier_of(tmp_path))) == [2]
 
 
 # --- damaged ones
@@ -249,7 +252,7 @@ def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
         for step in (3, 4, 5):
             ckpt.snapshot(providers(step), step=step).wait_committed()
             os.truncate(tmp_path / f"step-{step:08d}" / "rank-00000.pt", 100)
-        assert sorted(newest.committed(tmp_path)) == [2, 3, 4, 5]
+        assert sorted(newest.committed(tier_of(tmp_path))) == [2, 3, 4, 5]
         restored = ckpt.restore(providers(0), fallback=True)
         assert restored is not None
         assert restored.step == 2
@@ -267,7 +270,7 @@ def test_the_only_whole_one_stays_whatever_is_damaged(tmp_path: Path) -> None:
         ):
             shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
             damage(tmp_path / "step-00000009")
-            assert retention.outdated(tmp_path, 1, None) == []
+            assert retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None) == []
             shutil.rmtree(tmp_path / "step-00000009")
 
 
@@ -278,7 +281,7 @@ def test_a_damaged_revision_supersedes_nothing(tmp_path: Path) -> None:
         second.wait_committed()
         shutil.copytree(second.path, tmp_path / "step-00000001.r5")
         os.truncate(tmp_path / "step-00000001.r5" / "rank-00000.pt", 100)
-    assert retention.outdated(tmp_path, None, None) == []
+    assert retention.outdated(tier_of(tmp_path), keep_last=None, keep_every=None) == []
     shutil.rmtree(tmp_path / "step-00000001.r5")
 
 
@@ -288,5 +291,5 @@ def test_the_revision_after_a_large_one_is_found(revision: int, tmp_path: Path) 
         ckpt.snapshot(providers(3), step=3).wait_committed()
         (tmp_path / "step-00000003").rename(tmp_path / f"step-00000003.r{revision}")
         ckpt.snapshot(providers(3), step=3).wait_committed()
-        assert newest.committed(tmp_path)[3].name == f"step-00000003.r{revision + 1}"
+        assert newest.committed(tier_of(tmp_path))[3].name == f"step-00000003.r{revision + 1}"
         assert ckpt.latest() == 3

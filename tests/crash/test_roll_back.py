@@ -14,7 +14,8 @@ from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates._base import faults
-from datastates.commit import manifest, newest, retention, sequence
+from datastates.commit import directory_tier, manifest, newest, retention, sequence
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import FormatError, StorageError
 
 
@@ -79,12 +80,12 @@ def test_single_snapshots_count(tmp_path: Path) -> None:
 
 def test_checkpoints_without_a_sequence_are_older_and_in_the_order_of_their_steps(tmp_path: Path) -> None:
     save(tmp_path, 100, 80)
-    for path in newest.committed(tmp_path).values():
+    for path in newest.committed(tier_of(tmp_path)).values():
         without_sequence(path)
     assert restored_newest(tmp_path) == 100
     save(tmp_path, 85)
     assert restored_newest(tmp_path) == 85
-    assert list(newest.by_age(tmp_path)) == [80, 100, 85]
+    assert list(newest.by_age(tier_of(tmp_path))) == [80, 100, 85]
 
 
 def test_a_damaged_manifest_is_not_passed_over(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest
             lambda: ds.load(tmp_path)["model"]["a"][0],
             lambda: ds.restore(providers(0), tmp_path, fallback=True).step,
         ):
-            newest._sequence.cache_clear()
+            directory_tier.sequence_of.cache_clear()
             faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
             assert restored() == 100
 
@@ -126,7 +127,7 @@ def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
-        newest._sequence.cache_clear()
+        directory_tier.sequence_of.cache_clear()
         faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
         assert newest.find(tmp_path, 80) == newer
 
@@ -137,7 +138,7 @@ def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    newest._sequence.cache_clear()
+    directory_tier.sequence_of.cache_clear()
     read = manifest.open
 
     def fail(path: Path) -> Any:
@@ -156,19 +157,19 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    newest._sequence.cache_clear()
+    directory_tier.sequence_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO))
     with pytest.raises(StorageError, match="step-00000080"):
-        retention.outdated(tmp_path, 1, None)
-    assert retention.outdated(tmp_path, 1, None) == [tmp_path / "step-00000080"]
+        retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None)
+    assert retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None) == [tmp_path / "step-00000080"]
 
 
 def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
-    newest._sequence.cache_clear()
+    directory_tier.sequence_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth=2))
-    assert sequence.next_sequence(tmp_path) == 3
-    assert sequence.next_sequence(tmp_path) == 3
+    assert sequence.next_sequence(tier_of(tmp_path)) == 3
+    assert sequence.next_sequence(tier_of(tmp_path)) == 3
 
 
 @pytest.mark.long

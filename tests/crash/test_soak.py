@@ -21,6 +21,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
@@ -127,7 +128,7 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
     assert grown < 64 << 20
     assert 1 <= failures <= rounds // 25
     assert_in_use(before)
-    committed = newest.committed(tmp_path)
+    committed = newest.committed(tier_of(tmp_path))
     assert list(committed)[-1] == rounds
     assert len(committed) >= 5
     assert sorted(tmp_path.iterdir()) == sorted(committed.values())
@@ -176,7 +177,7 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backe
         once(step)
     assert resident() - warm < 64 << 20
     assert_in_use(before)
-    assert list(newest.committed(tmp_path)) == [rounds - 2, rounds - 1]
+    assert list(newest.committed(tier_of(tmp_path))) == [rounds - 2, rounds - 1]
 
 
 @pytest.mark.long

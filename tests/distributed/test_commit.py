@@ -15,9 +15,10 @@ import torch
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.commit import directories, fence, manifest, newest
+from datastates.commit import fence, manifest, names, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
+from datastates.commit.directory_tier import tier_of
 from datastates.container.file import Container, open_container
 from datastates.container.table import Row
 from datastates.errors import TornSnapshotError
@@ -45,7 +46,7 @@ def options(**changed: object) -> str:
 def assert_tidy(root: Path, *steps: int) -> None:
     """Check that a directory holds these checkpoints and nothing else, and that every byte is as it was written."""
     found = [path for path in sorted(root.iterdir()) if path.name != fence.FOLDER]
-    assert [path.name for path in found] == [directories.step_name(step) for step in steps]
+    assert [path.name for path in found] == [names.step_name(step) for step in steps]
     for path in found:
         assert commands.main(["verify", str(path)]) == 0
 
@@ -58,7 +59,7 @@ def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, 
     told = reports(ranks(count, LOOP, root, 1, 2, LAYOUT=layout))
     assert [rank["2"]["committed"] for rank in told] == ["step-00000002"] * count
     assert_tidy(root, 1, 2)
-    path = newest.committed(root)[2]
+    path = newest.committed(tier_of(root))[2]
     found = containers(path)
     held = {key: Counter[int]() for key in SHAPES}
     holders: dict[str, set[int]] = {key: set() for key in SHAPES}

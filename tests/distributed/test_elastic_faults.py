@@ -18,7 +18,9 @@ from elastic_state import SHAPES, SMALL, Rank, restore, save
 from split_state import Split
 
 import datastates as ds
-from datastates.commit import manifest, protection, retention
+from datastates.commit import manifest
+from datastates.commit.directory_tier import DirectoryTier, tier_of
+from datastates.commit.tier import Tier
 from datastates.errors import (
     CheckpointNotFoundError,
     CommitError,
@@ -31,6 +33,7 @@ from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
 from datastates.state.provider import Saved
 from datastates.state.shards import Shard
+from datastates.storage import Location
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 
@@ -278,14 +281,14 @@ def test_a_rank_that_cannot_keep_the_checkpoint_from_deletion_stops_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
     save(threads, tmp_path / "run" / "step-00000003", "rows", 2)
-    original, calls = protection.reading, itertools.count()
+    original, calls = DirectoryTier.protect, itertools.count()
 
-    def reading(path: Path) -> Any:
+    def protect(tier: Tier, path: Location) -> Any:
         if next(calls) == 1:  # rank 0 was the first
             raise StorageError(errno.ENOLCK, "lock", str(path))
-        return original(path)
+        return original(tier, path)
 
-    monkeypatch.setattr(protection, "reading", reading)
+    monkeypatch.setattr(DirectoryTier, "protect", protect)
     first, second = refused(threads, tmp_path / "run", fallback=fallback)
     assert isinstance(first, RestoreError)
     assert str(first) == f"rank 1: {second}"
@@ -313,7 +316,7 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
 
     def delete() -> None:
         assert Slow.reached.wait(20)
-        removed.append(retention.remove(path))
+        removed.append(tier_of(path.parent).remove(path))
         Slow.go.set()
 
     other = threading.Thread(target=delete)
@@ -328,8 +331,8 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
     assert outcomes == [(3, [])] * 2
     assert removed == [False]
     with ds.open(path):
-        assert not retention.remove(path)
-    assert retention.remove(path)
+        assert not tier_of(path.parent).remove(path)
+    assert tier_of(path.parent).remove(path)
     assert all(isinstance(error, CheckpointNotFoundError) for error in restore(threads, path, "rows", 1))
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import datastates as ds
 from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.providers import from_pytree
 
 SAVES = f"""{HEAD}
@@ -112,16 +113,16 @@ def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for script, may_fail in ((SAVES, ()), (RANK_1_IS_KILLED, [1]), (RANK_0_IS_KILLED, [0, 1])):
         done = module_ranks(2, script, root, may_fail=may_fail, **RANKS)
         told.append(reports(done))
-        committed.append(list(newest.committed(root)))
+        committed.append(list(newest.committed(tier_of(root))))
         statuses.append([d.returncode for d in done])
     return Runs(root, root.with_name("mesh"), *told, committed, statuses)
 
 
 def test_processes_commit_together_without_starting_jaxs_devices(runs: Runs) -> None:
     assert [told["save 1"]["error"] for told in runs.saves] == [None, None]
-    # the numbers of the last openings stay, for a rank that comes late
+    # the numbers of the last rounds stay, for a rank that comes late
     assert [told["keys"]["keys"] for told in runs.saves] == [
-        [f"datastates/{name}%2Fopenings/value" for name in ("ckpts", "mesh")]
+        [f"datastates/{name}%2Frounds/value" for name in ("ckpts", "mesh")]
     ] * 2
 
 

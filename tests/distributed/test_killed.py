@@ -13,6 +13,7 @@ import pytest
 
 from datastates.cli import commands
 from datastates.commit import fence, newest
+from datastates.commit.directory_tier import tier_of
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 RANKS = 4
@@ -64,7 +65,7 @@ def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = dict(zip(CASES, pool.map(killed, CASES), strict=True))
     for (dead, where, committed), (root, told) in ended.items():
-        found = newest.committed(root)
+        found = newest.committed(tier_of(root))
         assert list(found) == ([1, 2] if committed else [1]), where
         assert [rank["1"]["committed"] for rank in told] == ["step-00000001"] * RANKS
         for rank in set(range(RANKS)) - {dead}:
@@ -124,4 +125,4 @@ def test_a_rank_is_killed_under_torch(ranks: Any, tmp_path: Path) -> None:
     missing = [f"{n + 1} checkpointer/snapshot/{n}: no answer from rank 2 within 1.6 s" for n in (1, 2)]
     for rank in (0, 1, 3):
         assert done[rank].stdout.splitlines() == ["1 committed", *missing]
-    assert list(newest.committed(tmp_path / "run")) == [1]
+    assert list(newest.committed(tier_of(tmp_path / "run"))) == [1]

@@ -12,7 +12,8 @@ import pytest
 import short
 
 from datastates.cli import commands
-from datastates.commit import fence, manifest, newest, protection, retention
+from datastates.commit import fence, manifest, newest
+from datastates.commit.directory_tier import tier_of
 from datastates.commit.pending import Pending
 from datastates.storage import store_of
 
@@ -101,9 +102,9 @@ def test_closing_twice_lets_no_other_lock_go(tmp_path: Path) -> None:
     # it reuses the number of the closed descriptor
     second = Pending(tmp_path / "step-00000002").begin()
     first.close()
-    assert second.directory not in retention.debris(tmp_path)
+    assert second.directory not in tier_of(tmp_path).debris()
     second.close()
-    assert second.directory in retention.debris(tmp_path)
+    assert second.directory in tier_of(tmp_path).debris()
 
 
 def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
@@ -148,8 +149,8 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     variables = {"CONFUSED": "0", "OPTIONS": options(keep_last=1, rank_timeout=1.5)}
     told = reports(ranks(3, LOOP, root, 1, "2/store.remove=kill", may_fail=[0], **variables))
     assert [rank["2/store.remove=kill"]["committed"] for rank in told[1:]] == ["step-00000002"] * 2
-    assert list(newest.committed(root)) == [2]
-    (left,) = retention.debris(root)
+    assert list(newest.committed(tier_of(root))) == [2]
+    (left,) = tier_of(root).debris()
     assert names(left) == ["catalog.bin", "manifest.json", "rank-00000.pt", "rank-00001.pt", "rank-00002.pt"]
     ranks(2, LOOP, root, 3, OPTIONS=options(keep_last=1))
     assert names(root) == ["step-00000003"]
@@ -159,7 +160,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
 def test_what_another_job_reads_is_deleted_later(ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)
-    with protection.reading(root / "step-00000001"):
+    with tier_of(root).protect(root / "step-00000001"):
         ranks(2, LOOP, root, 2, 3, OPTIONS=options(keep_last=1))
         assert names(root) == ["step-00000001", "step-00000003"]
         assert is_whole(root / "step-00000001")
@@ -234,7 +235,7 @@ tell("close", ckpt.close)
         raised = [said["text"] for said in rank.values() if "error" in said]
         assert len(raised) == 1
         assert "No space left on device" in raised[0] or "no shards today" in raised[0]
-    committed = list(newest.committed(tmp_path / "run"))
+    committed = list(newest.committed(tier_of(tmp_path / "run")))
     assert committed[:2] == [0, 1]
     assert committed[-7:] == list(range(7, 14))
 

@@ -96,8 +96,8 @@ os._exit(0)  # threads of torch that are left abort a process at times that ends
         assert told[rank]["straggler"]["ranks"] == [2]
         assert told[rank]["tokens"] == told[0]["tokens"]
     assert len(set(told[0]["tokens"]["tokens"])) == 3
-    # the number of the last opening stays, for a rank that comes late
-    assert told[0]["keys"]["keys"] == ["datastates/ckpts/openings"]
+    # the number of the last round stays, for a rank that comes late
+    assert told[0]["keys"]["keys"] == ["datastates/ckpts/rounds"]
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ import datastates as ds
 from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.cli import commands
-from datastates.commit import retention
+from datastates.commit.directory_tier import tier_of
 from datastates.container.file import open_container
 from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
 from datastates.exporting import copying
@@ -325,7 +325,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(
         (process,) = ranks(1, KILLED, saved[0], to, json.dumps(TARGETS[target]), **killed)
         assert process.returncode == -signal.SIGKILL
         assert not to.exists()
-        assert len(retention.debris(to.parent, re.compile(re.escape(to.name)))) == 1
+        assert len(tier_of(to.parent).debris(re.compile(re.escape(to.name)))) == 1
     ds.export(saved[0], to, **TARGETS[target])
     assert os.listdir(tmp_path / "in") == [target]
 

@@ -14,7 +14,8 @@ from coordination import Coordination
 from memory_keys import Memory, MemoryKeys
 from voting import ALL, SECONDS, SIZE, agree, joined, over_directory, together
 
-from datastates.commit import directories, newest, retention
+from datastates.commit import newest
+from datastates.commit.directory_tier import tier_of
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -308,9 +309,9 @@ def test_no_file_is_left(tmp_path: Path) -> None:
 def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     assert (tmp_path / FOLDER).is_dir()
-    assert newest.committed(tmp_path) == {}
-    assert retention.debris(tmp_path) == []
-    assert directories.target(tmp_path, 1) == tmp_path / "step-00000001"
+    assert newest.committed(tier_of(tmp_path)) == {}
+    assert tier_of(tmp_path).debris() == []
+    assert tier_of(tmp_path).target(1) == tmp_path / "step-00000001"
     for world in worlds:
         world.close()
 

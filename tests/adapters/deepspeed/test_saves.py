@@ -156,7 +156,7 @@ def test_folders_that_cannot_be_listed_hold_no_debris(
     (tmp_path / "lost+found").mkdir()
     saves.sweep(tmp_path)
     assert not os.path.exists(left.directory)
-    assert caplog.messages == [f"removing what an interrupted run left: {left.directory}"]
+    assert caplog.messages == [f"removing the debris of an interrupted run: {left.directory}"]
 
 
 @pytest.mark.long

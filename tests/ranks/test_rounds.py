@@ -1,4 +1,4 @@
-"""Ranks enter the same opening, whatever failed before on some of them; over a store in memory and JAX's service."""
+"""Ranks enter the same round, whatever failed before on some of them; over a store in memory and JAX's service."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from memory_keys import Memory, MemoryKeys
 
 from datastates._base import waiting
 from datastates.errors import RanksMissingError
-from datastates.ranks import openings
+from datastates.ranks import rounds
 from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.keys import Keys
-from datastates.ranks.openings import Openings
+from datastates.ranks.rounds import Rounds
 
 SECONDS = 20.0
-TRACED = (openings.__file__, waiting.__file__)
+TRACED = (rounds.__file__, waiting.__file__)
 Later = Callable[[Callable[[], int]], "Future[int]"]
 _runs = itertools.count()
 
 
 class Rank:
-    """One rank's openings of a run."""
+    """One rank's rounds of a run."""
 
     def __init__(self, keys: Keys, name: str) -> None:
         self.keys = keys
-        self.openings = Openings(name)
+        self.rounds = Rounds(name)
 
     def open(self, timeout: float = SECONDS) -> int:
-        return self.openings.enter(self.openings.queue(), self.keys, timeout, 0.01)
+        return self.rounds.enter(self.rounds.queue(), self.keys, timeout, 0.01)
 
     def end(self, number: int, *, given_up: bool = False) -> None:
-        self.openings.end(self.keys, number, given_up)
+        self.rounds.end(self.keys, number, given_up)
 
 
 @pytest.fixture(params=["memory", "jax"])
@@ -73,7 +73,7 @@ def test_several_stand_at_once_and_are_entered_in_order(ranks: list[Rank]) -> No
         ranks[0].end(number)
     third = ranks[0].open()
     assert [ranks[1].open(), ranks[2].open()] == [third, third]
-    assert list(ranks[0].openings._standing) == [third]
+    assert list(ranks[0].rounds._standing) == [third]
 
 
 def test_a_rank_that_comes_late_enters_what_rank_0_has_closed(ranks: list[Rank]) -> None:
@@ -120,17 +120,17 @@ def test_who_has_waited_in_vain_is_in_nobodys_way(ranks: list[Rank]) -> None:
 
 def test_calls_have_their_places_when_they_are_made(ranks: list[Rank], later: Later) -> None:
     rank = ranks[1]
-    first, second = rank.openings.queue(), rank.openings.queue()
-    waiting = later(lambda: rank.openings.enter(second, rank.keys, SECONDS, 0.01))
+    first, second = rank.rounds.queue(), rank.rounds.queue()
+    waiting = later(lambda: rank.rounds.enter(second, rank.keys, SECONDS, 0.01))
     numbers = [ranks[0].open(), ranks[0].open()]
-    assert rank.openings.enter(first, rank.keys, SECONDS, 0.01) == numbers[0]
+    assert rank.rounds.enter(first, rank.keys, SECONDS, 0.01) == numbers[0]
     assert waiting.result(SECONDS) == numbers[1]
 
 
 def test_who_leaves_the_line_lets_the_next_one_in(ranks: list[Rank]) -> None:
     rank = ranks[1]
-    rank.openings.queue().leave()
-    turn = rank.openings.queue()
+    rank.rounds.queue().leave()
+    turn = rank.rounds.queue()
     turn.leave()
     turn.leave()
     assert ranks[0].open() == rank.open()
@@ -138,7 +138,7 @@ def test_who_leaves_the_line_lets_the_next_one_in(ranks: list[Rank]) -> None:
 
 def test_a_call_that_is_interrupted_before_it_enters_is_in_nobodys_way(ranks: list[Rank]) -> None:
     rank = ranks[1]
-    rank.openings.queue()  # and nobody has it
+    rank.rounds.queue()  # and nobody has it
     assert ranks[0].open() == rank.open(timeout=1)
 
 
@@ -150,11 +150,11 @@ def test_what_rank_0_has_begun_and_dropped_stands_until_it_begins_the_next(later
     waiting = later(other.open)
     assert waiting.result(SECONDS) == number  # it waits there in vain
     assert first.open() == other.open() == number + 1
-    assert list(first.openings._standing) == [number + 1]
+    assert list(first.rounds._standing) == [number + 1]
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupt_at_any_line_leaves_the_openings_usable(which: int) -> None:
+def test_an_interrupt_at_any_line_leaves_the_rounds_usable(which: int) -> None:
     memory = Memory()
     ranks = [Rank(MemoryKeys(memory, number), "run") for number in range(2)]
 
@@ -170,7 +170,7 @@ def test_an_interrupt_at_any_line_leaves_the_openings_usable(which: int) -> None
         if begun is not None:
             ranks[0].end(begun, given_up=True)  # it has waited in vain
         assert opened(0) == opened(1), line
-        assert ranks[which].openings._line == []
+        assert ranks[which].rounds._line == []
         if not tracer.place:
             break
     assert line > 15

@@ -1,13 +1,13 @@
-"""Keeps ranks that meet in a store in step: all enter the same opening of a directory's world.
+"""Keeps ranks that meet in a store in step: all enter the same round of a directory's world.
 
-Rank 0 numbers its openings. One key of the store lists the numbers that other ranks may enter:
+Rank 0 numbers its rounds. One key of the store lists the numbers that other ranks may enter:
 
-- Rank 0 adds a number when it begins an opening.
-- A closed opening stays in the list until rank 0 begins the next one, because another rank may come late.
-- An opening that rank 0 has given up leaves the list at once.
+- Rank 0 adds a number when it begins a round.
+- A closed round stays in the list until rank 0 begins the next one, because another rank may come late.
+- A round that rank 0 has given up leaves the list at once.
 
 Each other rank enters the lowest listed number above the last one that it entered. So the ranks stay in step, even if
-an earlier opening failed on some of them only.
+an earlier round failed on some of them only.
 
 The server of a store may outlive a process group, and serve the next one: the list is still there then. So a process
 goes on counting as long as the server is the same. It recognises the list by the random name at its beginning.
@@ -58,20 +58,20 @@ def _leave(line: list[object], changed: Bell, place: object) -> None:
     changed.ring()
 
 
-class Openings:
-    """One process's count of the openings of one name, in the store that it uses now. Thread-safe."""
+class Rounds:
+    """One process's count of the rounds of one name, in the store that it uses now. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """Start with no openings."""
+        """Start with no rounds."""
         self._name = name
-        self._key = f"{name}/openings"
+        self._key = f"{name}/rounds"
         self._server = ""
         """The name of the list that the count belongs to."""
         self._last = 0
         self._standing: dict[int, weakref.ref[Keys]] = {}
-        """On rank 0: the openings that other ranks may enter. An interrupted one has dropped its calls of the store."""
+        """On rank 0: the rounds that other ranks may enter. An interrupted one has dropped its calls of the store."""
         self._closed: set[int] = set()
-        """On rank 0: the openings in ``_standing`` that leave the list when the next opening begins."""
+        """On rank 0: the rounds in ``_standing`` that leave the list when the next round begins."""
         self._line: list[object] = []
         """The calls of this process that wait for a number, in their order."""
         self._changed = Bell()
@@ -82,7 +82,7 @@ class Openings:
         return Turn(self._line, self._changed)
 
     def enter(self, turn: Turn, keys: Keys, timeout: float, interval: float) -> int:
-        """Begin an opening as rank 0, or wait until rank 0 has begun one; returns its number.
+        """Begin a round as rank 0, or wait until rank 0 has begun one; returns its number.
 
         Args:
             turn: From :meth:`queue`. The call waits until it is the first in line, and leaves the line when it ends.
@@ -91,7 +91,7 @@ class Openings:
             interval: The longest pause between two looks into the store, in seconds.
 
         Raises:
-            RanksMissingError: Rank 0 did not begin an opening within ``timeout`` seconds.
+            RanksMissingError: Rank 0 did not begin a round within ``timeout`` seconds.
             CommitError: The store cannot be reached.
         """
         end = time.monotonic() + timeout
@@ -109,7 +109,7 @@ class Openings:
             turn.leave()
 
     def end(self, keys: Keys, number: int, given_up: bool) -> None:
-        """As rank 0, let no rank enter an opening any more: at once if ``given_up``, else when the next one begins.
+        """As rank 0, let no rank enter a round any more: at once if ``given_up``, else when the next one begins.
 
         Raises:
             CommitError: The store cannot be reached.

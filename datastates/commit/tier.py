@@ -1,0 +1,104 @@
+"""The contract of a tier: complete checkpoints in one place. Readers see a checkpoint there, whole, or not at all."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from datastates.commit.names import STEP
+from datastates.commit.pending import Pending
+from datastates.storage.location import Location
+
+
+class Committed(NamedTuple):
+    """A committed checkpoint, and the numbers that tell its age.
+
+    Attributes:
+        sequence: The sequence number in its manifest; 0 in a manifest of format 1, None if the manifest is unreadable.
+        step: Its step.
+        revision: The revision in its name; 0 if there is none.
+        path: The checkpoint.
+        changed: When its place was last changed, in nanoseconds by the store's clock.
+    """
+
+    sequence: int | None
+    step: int
+    revision: int
+    path: Location
+    changed: int
+
+
+class Tier(ABC):
+    """Commits, lists, protects and deletes the checkpoints in one place.
+
+    Its methods can be called by several threads and processes at once. They raise StorageError.
+
+    Attributes:
+        root: The place.
+    """
+
+    def __init__(self, root: Location) -> None:
+        """Remember the place; nothing is read yet."""
+        self.root = root
+
+    # --- writing
+
+    @abstractmethod
+    def target(self, step: int, *, in_flight: bool = True) -> Location:
+        """The path for the next checkpoint of a step. A step saved again gets a new revision.
+
+        ``in_flight``: count revisions that are still being written, too.
+        """
+
+    @abstractmethod
+    def pending(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> Pending:
+        """A checkpoint that no reader sees until it is committed. The arguments are those of :class:`Pending`."""
+
+    @abstractmethod
+    def committing(self) -> AbstractContextManager[None]:
+        """Keep others that commit in this place waiting until the block ends, if its store has locks."""
+
+    # --- looking
+
+    @abstractmethod
+    def checkpoints(self, *, certain: bool = False) -> list[Committed]:
+        """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest is unreadable."""
+
+    @abstractmethod
+    def of_attempt(self, target: Location, attempt: str) -> Location | None:
+        """The checkpoint that an attempt committed at ``target`` or as a revision of it; None without one."""
+
+    @abstractmethod
+    def protect(self, path: Location) -> AbstractContextManager[None]:
+        """Keep a checkpoint from being deleted until the block ends, if the store has locks.
+
+        Raises:
+            CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
+        """
+
+    # --- deleting
+
+    @abstractmethod
+    def remove(self, path: Location) -> bool:
+        """Delete a checkpoint. At no time does a reader see half of it.
+
+        Returns:
+            False, if a process reads it; then nothing is deleted.
+
+        Raises:
+            StorageError: It cannot be deleted. It is no error if it is already gone.
+            FencedError: A newer run saves in this place; nothing is deleted.
+        """
+
+    @abstractmethod
+    def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
+        """The debris of interrupted snapshots and deletions: partial directories that no process is writing.
+
+        ``targets`` matches the final name; the default matches the names of all steps.
+        """
+
+    @abstractmethod
+    def sweep(self, targets: re.Pattern[str] = STEP) -> None:
+        """Delete the debris that :meth:`debris` finds, and log each. Another user's debris stays, and is logged."""

@@ -1,0 +1,160 @@
+"""The contract of a tier. It asks the store for everything: a store in memory will do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from memory_store import MemoryStore
+
+from datastates.commit import directories, health, manifest, newest, retention, sequence
+from datastates.commit.directory_tier import tier_of
+from datastates.commit.fence import Opening
+from datastates.commit.manifest import ContainerEntry, Manifest
+from datastates.commit.pending import Pending, publish_files
+from datastates.commit.tier import Tier
+from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.storage import Location, Store, store_of, stores
+
+
+@pytest.fixture(params=["local", "memory"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
+    """The tier of a directory that is not made yet."""
+    if request.param == "memory":
+        store = MemoryStore()
+        monkeypatch.setattr(stores, "LocalStore", lambda stage: store)
+        return tier_of(Location("/nowhere/on/disk/run"))
+    return tier_of(Location(tmp_path / "run"))
+
+
+def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
+    container = ContainerEntry(file="rank-00000.pt", rank=0, nbytes=len(data), index_crc32=0)
+    return Manifest(
+        format=2,
+        step=step,
+        sequence=sequence.next_sequence(tier),
+        attempt="01234567",
+        created=manifest.now(),
+        world_size=1,
+        containers=(container,),
+    )
+
+
+def pending(tier: Tier, step: int, data: bytes = b"state") -> Pending:
+    """A checkpoint whose container is written."""
+    begun = tier.pending(tier.target(step)).begin()
+    store_of(tier.root).create(begun.file("rank-00000.pt"), data)
+    return begun
+
+
+def commit(tier: Tier, step: int) -> Location:
+    return pending(tier, step).commit(made(tier, step), lambda: tier.target(step, in_flight=False))
+
+
+def test_a_checkpoint_appears_at_its_commit(tier: Tier) -> None:
+    begun = pending(tier, 1)
+    assert newest.committed(tier) == {}
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        newest.find(tier.root)
+    path = begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
+    assert (path, newest.find(tier.root)) == (tier.root / "step-00000001",) * 2
+    assert manifest.open(path).step == 1
+    assert sorted(store_of(path).names(path)) == ["manifest.json", "rank-00000.pt"]
+    assert health.problem(path) is None
+    assert tier.debris() == []
+
+
+def test_a_step_that_is_saved_again_gets_a_revision_and_is_the_newest(tier: Tier) -> None:
+    for step in (2, 1, 2):
+        commit(tier, step)
+    assert [path.name for _, path in newest.in_order(tier)] == [
+        "step-00000002",
+        "step-00000001",
+        "step-00000002.r1",
+    ]
+    assert newest.find(tier.root, 2).name == "step-00000002.r1"
+    retention.retain(tier, keep_last=1, keep_every=None)
+    assert [path.name for path in directories.steps(tier.root)] == ["step-00000002.r1"]
+
+
+def test_what_is_read_is_not_deleted(tier: Tier) -> None:
+    path = commit(tier, 1)
+    with tier.protect(path):
+        assert not tier.remove(path)
+        assert newest.find(tier.root) == path
+    assert tier.remove(path)
+    assert store_of(tier.root).names(tier.root) == []
+    with pytest.raises(CheckpointNotFoundError), tier.protect(path):
+        pass
+
+
+def test_only_what_nobody_writes_is_debris(tier: Tier) -> None:
+    dead, alive = pending(tier, 1), pending(tier, 2)
+    dead.close()
+    assert tier.debris() == [dead.directory]
+    tier.sweep()
+    assert directories.entries(tier.root) == [alive.directory]
+    alive.abandon()
+    assert directories.entries(tier.root) == []
+
+
+def _failing(verb: str, monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
+    """Let the next call of a verb fail that concerns a name, not the partial directory."""
+    kind: type[Store] = type(store_of(tier.root))
+    plain = getattr(kind, verb)
+
+    def call(store: Store, path: Location, *words: object, **named: object) -> object:
+        if ".partial-" not in str(path):
+            monkeypatch.setattr(kind, verb, plain)
+            raise StorageError(errno.EIO, verb, str(path))
+        return plain(store, path, *words, **named)
+
+    monkeypatch.setattr(kind, verb, call)
+
+
+@pytest.mark.parametrize("verb", ["remove", "sync_folder"])
+def test_a_commit_that_fails_after_the_name_is_taken_back(
+    verb: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = pending(tier, 1)
+    wanted = made(tier, 1)
+    _failing(verb, monkeypatch, tier)
+    with pytest.raises(StorageError, match="Input/output error"):
+        begun.commit(wanted, lambda: tier.target(1, in_flight=False))
+    assert newest.committed(tier) == {}
+    begun.abandon()
+    assert directories.entries(tier.root) == []
+
+
+def test_an_older_opening_is_fenced(tier: Tier) -> None:
+    store_of(tier.root).make_folder(tier.root)
+    first = Opening.begin(tier.root)
+    first.begin_to_save()
+    begun = tier.pending(tier.target(1), mark=first.mark).begin()
+    second = Opening.begin(tier.root)
+    second.begin_to_save()  # of the same process, so it fences nobody
+    first.refuse_if_fenced()
+    assert begun.directory in directories.entries(tier.root)
+    begun.abandon()
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_files_get_their_names_all_or_none(replace: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tier.root)
+    store.make_folder(tier.root / "out")
+    begun = Pending(tier.root / "out" / "export").begin()
+    for name in ("a", "b"):
+        store.create(begun.file(name), name.encode())
+    store.create(tier.root / "out" / "b", b"old")
+    moves: list[tuple[Location, Location]] = [(file, tier.root / "out" / file.name) for file in begun.files]
+    expected: Callable[[], contextlib.AbstractContextManager[object]] = (
+        contextlib.nullcontext if replace else lambda: pytest.raises(StorageError, match="File exists")
+    )
+    with expected():
+        publish_files(moves, replace=replace)
+    begun.abandon()
+    found = {name: store.read_all(tier.root / "out" / name) for name in store.names(tier.root / "out")}
+    assert found == ({"a": b"a", "b": b"b"} if replace else {"b": b"old"})
