@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from datastates.commit.names import stem_of_partial
 from datastates.errors import CommitError
-from datastates.storage import location
 
 naming = pytest.importorskip("datastates.adapters.naming")
 
@@ -65,12 +65,12 @@ def test_what_a_killed_run_had_moved_aside_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numbers", [("3", "7"), ("9", "10"), ("7", "7")])
 def test_a_long_name_is_put_back_too(numbers: tuple[str, str], tmp_path: Path) -> None:
     left, new = (f"step-{number}-{'x' * 225}-{number}-end" for number in numbers)
-    stem = location.stem_of_partial(f".{left}")
+    stem = stem_of_partial(f".{left}")
     assert stem != f".{left}"
     hidden = tmp_path / f"{stem}.partial-00000000"
     folder(hidden / "old" / left, model="old")
     folder(hidden / left, model="new")
-    folder(tmp_path / f"{location.stem_of_partial('.other-' + 'x' * 240)}.partial-00000000")
+    folder(tmp_path / f"{stem_of_partial('.other-' + 'x' * 240)}.partial-00000000")
     naming.sweep(tmp_path, naming.alike(new), tmp_path)
     assert texts(tmp_path) == {f"{left}/model": "old"}
     assert len(list(tmp_path.iterdir())) == 2
