@@ -220,6 +220,12 @@ check-long: .venv/installed ## The longest tests, interrupts, random states, fau
 	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
 	$(BIN)/python tests/crash/chaos/kill.py build/long/chaos
 
+# --- documentation -----------------------------------------------------------------------------------------
+
+.PHONY: docs
+docs: .venv/installed ## The site of docs/, in build/site; fails at a link or an anchor that leads nowhere
+	$(BIN)/zensical build --strict --clean
+
 # --- benchmarks --------------------------------------------------------------------------------------------
 
 # The archives where there are any, so that the program runs on a machine without these libraries.
