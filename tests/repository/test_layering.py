@@ -60,7 +60,6 @@ STORAGE = {"_base", "storage"}
 PURE = {"PathLike", "environ", "fsdecode", "fsencode", "fspath", "getpid", "kill", "register_at_fork", "strerror"}
 """Names of ``os`` that do not touch files."""
 NO_CHECKPOINTS = {
-    "executor.cache_size": "reads what /proc and /sys say of memory",
     "executor.timeline": "writes a trace to the path that the user gives",
     "ranks.neighbours": "reads what /proc says of this host",
     "cli.output": "keeps the interpreter from writing to a closed pipe",
