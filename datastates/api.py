@@ -25,6 +25,7 @@ from datastates.formats.format import Format
 from datastates.ranks.together import meet
 from datastates.ranks.world import World
 from datastates.reading.checkpoint import Checkpoint
+from datastates.reading.needed_memory import refuse_too_large
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.renaming import Renames
 from datastates.restoring.request import CompareOptions, RestoreOptions, divide
@@ -184,6 +185,9 @@ def load(
     tensors of their own shapes. Of other values that several ranks saved under one key, the lowest rank's value is
     returned. Each process reads by itself: no other rank takes part.
 
+    The call needs memory for all arrays, and the host cache. A line of the log (DEBUG) says how much the arrays need.
+    Ranks of one host that load at the same time each see the same free memory, and do not count each other's needs.
+
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
     Args:
@@ -214,6 +218,8 @@ def load(
             ``like``.
         RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
+        OutOfMemoryError: The arrays need more memory than is free, or than the limits of control groups leave. Nothing
+            was read. With ``like``, this is not checked.
         CorruptError: A tensor or object does not match its checksum; the message names it.
         FormatError: A file is damaged, or of no known format. Or elements of a tensor were not saved. Or keys share
             memory on one rank, but are different tensors, which only :func:`open` tells apart.
@@ -230,6 +236,7 @@ def load(
         request = {"step": step, "trust": trust}
         return _calls.load_like(Location.of(path), like, partial(make_executor, settings), request)
     with _calls.opened(path, step) as found:
+        refuse_too_large(found.tensors.path, found.files, into)
         return found.load(partial(make_executor, settings), trust=trust, into=into)
 
 

@@ -155,6 +155,21 @@ class RestoreError(DatastatesError, ValueError):
         self.lost = list(lost)
 
 
+class OutOfMemoryError(MemoryError, DatastatesError):  # in this order, as MemoryError has a __new__ of its own
+    """There is less free memory than the call needs. Nothing was read.
+
+    Attributes:
+        needed: Bytes that the call needs.
+        free: Bytes that are free.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int) -> None:
+        """Store the message and the numbers of bytes."""
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+
 class TornSnapshotError(DatastatesError, RuntimeError):
     """State changed before it was captured; the snapshot was discarded.
 

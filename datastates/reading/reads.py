@@ -173,6 +173,11 @@ class Reads:
         """Bytes of memory that all reads fill."""
         return sum(queue.nbytes for queue in self._queues.values())
 
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of host memory for arrays that cannot be read straight into place."""
+        return sum(landing.nbytes for _, landing in self._copies)
+
     def conflict(self) -> str | None:
         """Keys of arrays whose memory other reads would fill with different bytes; None if there are none."""
         return overlaps.find(list(self._queues.values()))

@@ -38,7 +38,6 @@ READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
 
 
-@gc_pause.paused()
 def load(
     path: Location,
     executor: Callable[[int], Executor],
@@ -60,8 +59,21 @@ def load(
     Raises:
         DatastatesError: As for :func:`datastates.load`.
     """
+    return load_opened(path, open_all(path), executor, trust=trust, into=into, place=place)
+
+
+@gc_pause.paused()
+def load_opened(
+    path: Location,
+    sources: Sequence[Container],
+    executor: Callable[[int], Executor],
+    *,
+    trust: Trust,
+    into: Into = AS_SAVED,
+    place: Callable[[Any], Any] = lambda block: block,
+) -> dict[str, Any]:
+    """As :func:`load`, with the opened containers at ``path``."""
     pickle_reader.check_trust(trust)
-    sources = open_all(path)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
     arrays = _WholeTensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
     with contextlib.closing(arrays.new):

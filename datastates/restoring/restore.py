@@ -19,6 +19,7 @@ from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.executor.timeline import recorded
 from datastates.reading import casting
+from datastates.reading.needed_memory import refuse_on_host
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
@@ -98,7 +99,7 @@ class Restore:
         spent = partial(recorded, self._result.spans)
         with contextlib.closing(self._reads):
             with spent("compare"):
-                fits = self._meeting.compare(lambda: self._offering(self._look_and_compare()), self._strangers)
+                fits = self._meeting.compare(self._agree_to_read, self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
             with spent("wait"):
                 doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
@@ -229,8 +230,10 @@ class Restore:
         names = [s.name for s in saved if isinstance(s, SavedState)]
         return Fit(np.fromiter(wanted, np.uint64), names, is_vain, unmatched)
 
-    def _offering(self, fit: Fit) -> Fit:
-        """Offer rows to the other ranks of the host, and put the host's name into the fit."""
+    def _agree_to_read(self) -> Fit:
+        """Compare, check that there is memory, and offer rows to the other ranks. The fit has the host's name."""
+        fit = self._look_and_compare()
+        refuse_on_host(self._stored.path, self._reads.staged_nbytes, "restore some keys at a time (keys=)")
         meeting = self._meeting
         if meeting.ranks == 1:
             return fit

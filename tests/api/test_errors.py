@@ -16,6 +16,7 @@ MADE: list[errors.DatastatesError] = [
     errors.CorruptError("'w' of /somewhere is damaged", key="w", path="/somewhere"),
     errors.TrustError("pathlib.Path"),
     errors.RestoreError("it does not fit", missing=["a"], unexpected=["b"], mismatched=["c: shape"]),
+    errors.OutOfMemoryError("'c' needs 31 GB, 22 GB are free", needed=31, free=22),
     errors.TornSnapshotError([f"key {i}" for i in range(10)]),
     errors.RanksMissingError("rank 3 did not come", ranks=[3], undecided=True),
 ]
