@@ -1,1 +1,1 @@
-"""Integrations with training frameworks: the only package that imports them."""
+"""Integrations with training frameworks and libraries of metrics: the only package that imports them."""

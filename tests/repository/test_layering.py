@@ -52,8 +52,10 @@ FRAMEWORKS = {
     "deepspeed",
     "megatron",
     "lightning",
+    "opentelemetry",
     "torchtitan",
     "transformers",
+    "wandb",
 }
 STORAGE = {"_base", "storage"}
 """The packages that may call the system on files. ``adapters`` may, too: frameworks hand them files of their own."""
