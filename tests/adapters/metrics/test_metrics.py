@@ -135,6 +135,7 @@ def test_wandb(tmp_path: Path) -> None:
         offline.log({"loss": 3.0}, step=5)
         taken, restored = run(tmp_path / "c", WandbMetrics(offline))
         offline.log({"loss": 2.0}, step=9)
+    wandb.teardown()  # waits for the process that writes the file
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows: list[dict[str, float]] = []
     axes: dict[str, str] = {}
