@@ -34,8 +34,11 @@ from datastates.ranks.world import refuse_outdated
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
+from datastates.saving.costs import Costs
 from datastates.saving.course import Course
+from datastates.saving.due import Due
 from datastates.saving.engine import Engine
+from datastates.saving.last_snapshot import LastSnapshot
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
@@ -95,6 +98,8 @@ class Checkpointer:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self._root)
             undo.callback(world.close)
+            if self.settings.grace is not None and world.size > 1:
+                raise SettingsError("grace: only a single rank can take a last snapshot: leave it out")
             self._opening = Opening.decode(self._root, meet(world, self._name, self._root, self._prepare))
             undo.pop_all()
         self._snapshots = 0
@@ -112,6 +117,9 @@ class Checkpointer:
         self._taken: list[Course] = []
         self._closed = False
         self.failures = 0
+        self._costs = Costs(self.settings.max_in_flight)
+        self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
+        self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable)
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     def _prepare(self) -> bytes:
@@ -177,6 +185,8 @@ class Checkpointer:
                 self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
         self._taken.append(course_of(taken))
+        self._costs.note(course_of(taken))
+        self._last.settle()
         return taken
 
     def _places(self, step: int) -> tuple[Callable[[], Location], Callable[[], Location]]:
@@ -192,6 +202,34 @@ class Checkpointer:
             return chosen() if is_alone else self._root / step_name(step)
 
         return expected, final
+
+    def due(self, step: int) -> bool:
+        """Whether to take a snapshot after ``step``, as the setting ``every`` says. Call it once after each step.
+
+        With ``every="auto"``, the first call answers True, so that a snapshot is measured. All ranks get the same
+        answers, if all call it after the same steps. They then meet at a few of these steps. After SIGTERM, with the
+        setting ``grace``, the next call answers True if a last snapshot can be durable in time, and the log says so.
+
+        Args:
+            step: The number of the training step. It grows, but may fall back after a restore.
+
+        Raises:
+            SettingsError: ``every`` is not set.
+            CommitError: The ranks asked about different steps.
+            RanksMissingError: Some ranks did not ask within ``rank_timeout`` seconds.
+            TypeError, ValueError: ``step`` is impossible.
+            ClosedError: The checkpointer is closed.
+        """
+        self._raise_if_closed()
+        last = self._last.is_due(step := checked_step(step))
+        return self._due(step) if last is None else last
+
+    def seconds_until_durable(self) -> float | None:
+        """Seconds until a snapshot that is taken now would be committed, from the last snapshots' rates. Thread-safe.
+
+        It is None until a snapshot of this checkpointer has been committed. The rest of the snapshots in flight counts.
+        """
+        return self._costs.seconds_until_durable()
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the state may change. Call it before an update, or write ``with checkpointer.gate():`` around it.
@@ -357,5 +395,5 @@ class Checkpointer:
             _log.exception("%r raised, called for %r", call, snapshot)
 
     def _wait_for_these(self) -> None:
-        """Wait for the snapshots that are in flight now, but not for later ones."""
-        _wait_until_ended(self._engine.pending())
+        """Wait for the snapshots that are in flight now, and for a last one after SIGTERM, but not for later ones."""
+        self._last.hold(lambda: _wait_until_ended(self._engine.pending()))

@@ -13,6 +13,8 @@ from typing_extensions import TypedDict
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import SettingsError
 
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)\s*")
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?\s*")
 
 
@@ -23,6 +25,14 @@ def _check_size(value: object) -> object:
     raise ValueError(f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
 
 
+def _in_seconds(value: object) -> object:
+    """Turn a number with a unit of time into seconds, and leave other numbers to pydantic."""
+    if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
+        return float(found[1]) * _SECONDS[found[2]]
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(_in_seconds), Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
 SizeOrAuto = Annotated[
     ByteSize | Literal["auto"], BeforeValidator(lambda value: value if value == "auto" else _check_size(value))
@@ -171,11 +181,36 @@ class Settings(RankSettings):
         description="What snapshot() does when max_in_flight snapshots are in flight. wait: wait until one has ended. "
         "refuse: raise SnapshotRefusedError.",
     )
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="The steps at which Checkpointer.due(step) says that a snapshot is due: the multiples of a number "
+        "of steps. auto: the steps that lose the least time, from the measured cost of a snapshot and mtbf.",
+    )
+    mtbf: Duration | None = Field(
+        None,
+        description='Mean time between failures of the whole job, for every="auto": seconds, or text with a unit: s, '
+        "min, h, d.",
+    )
     handle_sigterm: bool = Field(
         False,
         description="On SIGTERM, commit the snapshots in flight, then let the process end or call the handler that was "
         "installed before. Training continues meanwhile.",
     )
+
+    grace: Duration | None = Field(
+        None,
+        description="Time from SIGTERM until the process is killed, as for mtbf. The next Checkpointer.due(step) then "
+        "says that a last snapshot is due if it can be durable in that time. Needs handle_sigterm, every, and a single "
+        "rank.",
+    )
+
+    @model_validator(mode="after")
+    def _cadence_is_possible(self) -> Settings:
+        if (self.every == "auto") != (self.mtbf is not None):
+            raise ValueError('mtbf: every="auto" needs it, and nothing else uses it: give both or none')
+        if self.grace is not None and not (self.handle_sigterm and self.every):
+            raise ValueError("grace: it needs handle_sigterm=True, and every, for the loop to ask due(step)")
+        return self
 
     @model_validator(mode="after")
     def _retention_is_possible(self) -> Settings:
@@ -214,4 +249,7 @@ class Options(RankOptions, total=False):
     on_commit: Callable[[Any], object] | None
     max_in_flight: int
     when_busy: Literal["wait", "refuse"]
+    every: int | Literal["auto"] | None
+    mtbf: float | str | None
     handle_sigterm: bool
+    grace: float | str | None

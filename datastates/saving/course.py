@@ -131,6 +131,11 @@ class Course:
         """The spans of all work on the snapshot so far."""
         return [*self._spans, *self._native_spans()]
 
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that training has waited for the snapshot so far, in the call and at gates."""
+        return sum(span.end - span.begin for span in self._spans.copy() if span.stage in ("stall", "gate"))
+
     # --- waiting
 
     def wait(self, state: str, timeout: float | None = None) -> None:

@@ -197,3 +197,38 @@ for thread in threading.enumerate():
     expected = (0, "mine\n") if before else (-signal.SIGTERM, "")
     assert (ended.returncode, ended.stdout) == expected, ended.stderr
     assert_holds(tmp_path, 1)
+
+
+LOOP = f"""
+{PRELUDE}
+import logging
+logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace=GRACE, **OPTIONS) as ckpt:
+    assert ckpt.seconds_until_durable() is None
+    ckpt.snapshot(providers(1), step=1).wait_committed()
+    assert 0 < ckpt.seconds_until_durable() < 600
+    assert [ckpt.due(2), ckpt.due(10**6)] == [False, True]
+    os.kill(os.getpid(), signal.SIGTERM)
+    step = 2
+    while True:
+        step += 1
+        time.sleep(0.001)  # a training step
+        if ckpt.due(step):
+            ckpt.snapshot(providers(step), step=step)
+"""
+
+
+def test_a_last_snapshot_is_taken_if_it_can_be_durable_in_time(tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run("-c", LOOP.replace("GRACE", '"10min"'), tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    (line,) = ended.stdout.splitlines()
+    step = int(line.removeprefix("SIGTERM: a last snapshot after step ").partition(":")[0])
+    assert 3 <= step < 10**6
+    assert_holds(tmp_path, 1, step)
+
+
+def test_no_last_snapshot_is_taken_if_it_would_be_cut_off(tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run("-c", LOOP.replace("GRACE", "1e-6"), tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert ended.stdout.startswith("SIGTERM: no last snapshot: it needs ")
+    assert_holds(tmp_path, 1)

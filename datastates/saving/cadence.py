@@ -1,0 +1,50 @@
+"""How often to save: the interval between snapshots that loses the least time. Pure."""
+
+from __future__ import annotations
+
+import math
+
+_TOLERANCE = 0.05
+"""A snapshot may come early by this share of the interval. The lost time is flat around the best interval."""
+_CAUTION = 0.8
+"""Share of the steps that are left after which to look at the clock again, as steps may become slower."""
+
+
+def best_interval(cost: float, mtbf: float, durable: float) -> float:
+    """Seconds from one snapshot to the next, by Daly's formula.
+
+    Failures come at random, on average every ``mtbf`` seconds. Training then goes on from the last durable snapshot.
+    With intervals of t seconds, each of which ends in a wait of ``cost``, the share of useful time is proportional to
+    ``(t - cost) / (exp(t / mtbf) - 1)``. The time until a snapshot is durable is lost at each failure. It multiplies
+    that share by ``exp(-durable / mtbf)`` for each t, so it does not change the best t. It limits t from below:
+    snapshots that come faster than they become durable wait for each other.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
+    Computer Systems 22 (2006), equation 37. Its first term is J. W. Young's, "A first order approximation to the
+    optimum checkpoint interval", Communications of the ACM 17 (1974).
+
+    Args:
+        cost: Seconds that training waits for each snapshot. The writing in the background is no part of it.
+        mtbf: Mean time between failures of the job, in seconds.
+        durable: Seconds from the call until the snapshot is committed.
+    """
+    share = cost / (2 * mtbf)
+    if share >= 1:
+        return max(mtbf + cost, durable)
+    return max(math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(share) / 3 + share / 9), durable)
+
+
+def steps_to_wait(elapsed: float, steps: int, interval: float | None) -> int:
+    """The number of steps after which to ask again; 0 if a snapshot is due now.
+
+    Args:
+        elapsed: Seconds since the last snapshot was due.
+        steps: Number of steps since then, at least 1.
+        interval: Seconds between snapshots; None if it is not known yet.
+    """
+    if interval is None:
+        return steps
+    left, step = interval - elapsed, elapsed / steps
+    if left <= max(step / 2, _TOLERANCE * interval):
+        return 0
+    return max(1, int(_CAUTION * left / step))
