@@ -61,3 +61,9 @@ def test_links_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if not re.match(r"[a-z]+:", link):
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_tests_of_the_guarantees_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/.]+)`", (ROOT / "docs" / "guarantees.md").read_text())
+    assert named
+    assert not [name for name in named if not (ROOT / name).exists()]
