@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tables import Benchmark, beside
+from tables import Benchmark, beside, column, ratios
 from targets import MIB, Values, cpu_per_gb, draining, fetched, lost, scaled, times_as_fast
 
 
@@ -61,6 +61,10 @@ def _of_raw(figure: str = "seconds") -> Callable[[str], Values]:
 
 def _ours(figure: str = "seconds") -> Callable[[str], Values]:
     return lambda system: times_as_fast(system, beside(system, "datastates"), figure)
+
+
+def _of_the_best(figure: str, best: str) -> Callable[[str], Values]:
+    return lambda system: lambda b: ratios(column(b, system, figure), column(b, system, best))
 
 
 _MOVED = (
@@ -261,6 +265,19 @@ CHAPTERS = {
             Column("restore onto another mesh GB/s", _rate("mesh")),
             Column("save call ms", _seconds("call", 1e3), ".1f", skip=("raw",)),
             Column("training lost ms", _seconds("lost", 1e3), ".0f", skip=("raw",)),
+        ),
+    ),
+    "cadence": Chapter(
+        "How often to save",
+        "A snapshot of {bytes} bytes is measured, and a job simulated that saves so. It fails {failures} times at "
+        "random moments, on average after the time in each row. Each failure costs {restart} s and all work since the "
+        "last durable snapshot. The best interval is that of a scan by steps of 1 %, with the same failures. Waiting: "
+        "the loop waits until each snapshot is durable.",
+        (
+            Column("chosen interval, of the best", _of_the_best("interval", "best"), ".3f"),
+            Column("chosen interval, s", _seconds("interval"), ".1f"),
+            Column("useful time, of the most", _of_the_best("useful", "most"), ".5f"),
+            Column("useful time, of all", _seconds("useful"), ".4f"),
         ),
     ),
 }

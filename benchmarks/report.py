@@ -35,6 +35,7 @@ MACHINES = {
     "cpu-files": "CPU machine, many files",
     "cpu-export": "CPU machine, export of weights",
     "cpu-meshes": "CPU machine, JAX's sharded trees",
+    "cpu-cadence": "CPU machine, how often to save",
     "gpu": "GPU machine",
     "gpu-load": "GPU machine, onto the GPU",
     "gpus-2": "Machine with two GPUs",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import cadence
 import call
 import capture
 import durable
@@ -57,6 +58,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),
         "meshes": _meshes,
+        "cadence": cadence.run,
     },
     "gpu": {
         "capture": capture.run,

@@ -94,6 +94,16 @@ def _above_the_cache(b: Benchmark) -> list[float]:
     return [(value - b["parameters"]["host_cache"]) / MIB for value in column(b, "datastates", "above")]
 
 
+def _off(figure: str, best: str) -> Values:
+    """Percent by which a figure is off the best one: in each round, of the row where it is most."""
+
+    def values(b: Benchmark) -> list[float]:
+        off = [ratios(column(b, row, figure), column(b, row, best)) for row in b["samples"]]
+        return [100 * max(abs(1 - ratio) for ratio in of_round) for of_round in zip(*off, strict=False)]
+
+    return values
+
+
 def _against(suite: str, benchmark: str, verb: str, goals: dict[str, float], figure: str = "seconds") -> list[Target]:
     return [
         Target(suite, benchmark, f"{verb}, over {peer}", goal, True, "×", times_as_fast(peer, figure=figure))
@@ -261,4 +271,6 @@ TARGETS = [
     *_of_ranks("4 → 2"),
     *_resharded(),
     *_over_orbax(),
+    Target("cpu", "cadence", "chosen interval, off the best one", 10, False, "%", _off("interval", "best")),
+    Target("cpu", "cadence", "useful time, less than with the best interval", 1, False, "%", _off("useful", "most")),
 ]

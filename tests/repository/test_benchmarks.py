@@ -21,6 +21,7 @@ from by_path import module_at
 from datastates.commit.claims import claims_of
 from datastates.commit.tiling import PRIME
 from datastates.ranks import polling
+from datastates.saving.cadence import best_interval
 
 ROOT = Path(__file__).parents[2]
 WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}
@@ -53,6 +54,7 @@ CPU_ROWS = {
     },
     "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
     "meshes": {"raw", "datastates", "Orbax", "Orbax with OCDBT"},
+    "cadence": {f"datastates{how}, {mtbf}" for how in ("", ", waiting") for mtbf in ("1 h", "6 h", "7 d")},
 }
 # with tiny states reshard-large does the same
 RESHARD_ROWS = {
@@ -363,6 +365,32 @@ def test_a_simulated_commit_takes_what_its_parts_take() -> None:
     slow = model.simulate(model.Setting(50, 0.0, 0.0, 1.0, 0.0, 0.0, 100, 0.0), 1)
     assert slow.busy == pytest.approx(slow.requests)
     assert slow.last >= 50 * 2 + 50
+
+
+def test_a_simulated_job_keeps_what_was_durable() -> None:
+    model = load("failure_model")
+    # snapshots begin after 9, 19 … s, and are durable 2 s later
+    setting = model.Setting(cost=1.0, durable=2.0, mtbf=50.0, restart=5.0)
+    for life, durable in ((10.9, 0), (11.0, 1), (20.9, 1), (100.0, 9)):
+        assert model.useful(setting, 10.0, np.array([life])) == pytest.approx(durable * 9 / (life + 5))
+    assert model.useful(setting, 10.0, np.array([11.0, 3.0])) == pytest.approx(9 / 24)
+    # snapshots that come faster than they are durable wait
+    assert model.useful(setting, 1.5, np.array([100.0])) == model.useful(setting, 2.0, np.array([100.0]))
+    times = model.lives(50.0, 10_000, 3)
+    assert times.mean() == pytest.approx(50, rel=1e-3)
+    assert (times > 100).mean() == pytest.approx(np.exp(-2), abs=1e-3)
+
+
+@pytest.mark.parametrize("mtbf", [3600.0, 21600.0, 604800.0])
+@pytest.mark.parametrize("durable", [1.0, 30.0, 400.0])
+@pytest.mark.parametrize("cost", [0.01, 0.1, 0.9])
+def test_the_chosen_interval_is_the_best_of_simulated_failures(cost: float, durable: float, mtbf: float) -> None:
+    model = load("failure_model")
+    setting = model.Setting(cost * (durable if cost > 0.5 else 1), durable, mtbf, 120.0)
+    times = model.lives(mtbf, 20_000, 1)
+    chosen, best = best_interval(setting.cost, mtbf, durable), model.best(setting, times)
+    assert chosen == pytest.approx(best, rel=0.03)
+    assert model.useful(setting, chosen, times) > 0.999 * model.useful(setting, best, times)
 
 
 def test_no_round_begins_too_late() -> None:
