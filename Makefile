@@ -106,7 +106,7 @@ stubs: types ## stubtest, and mypy over the benchmarks
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
 	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
-	    run.py report.py suite.py deepspeed_loop.py megatron_loop.py peers/*.py
+	    run.py report.py suite.py picture.py deepspeed_loop.py megatron_loop.py peers/*.py
 
 .PHONY: tidy
 tidy: .venv/installed ## clang-tidy
@@ -247,6 +247,8 @@ bench: .venv/installed build/raw_io ## Measure saving and restoring beside every
 bench-gpu: .venv/installed build/raw_io ## The same with a GPU
 	mkdir -p docs/benchmarks
 	$(BIN)/python benchmarks/run.py gpu --json docs/benchmarks/gpu.json
+	$(BIN)/python benchmarks/picture.py measure docs/benchmarks/picture.json
+	$(BIN)/python benchmarks/picture.py draw docs/benchmarks/picture.json docs/benchmarks/picture.svg
 	$(BIN)/python benchmarks/report.py docs/benchmarks
 
 .PHONY: bench-scale

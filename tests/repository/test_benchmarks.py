@@ -424,3 +424,18 @@ def test_the_gpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     check(run_suite("gpu", scratch, folder), rows)
     run_script("report.py", folder)
     assert all(f"gpu-{name}.svg" in (tmp_path / "docs.md").read_text() for name, systems in rows.items() if systems)
+
+
+PICTURE = """
+import json, pathlib, sys
+import picture
+from loops import CpuLoop
+folder = pathlib.Path(sys.argv[1])
+picture.draw(picture.measure(CpuLoop(tiny=True), folder), folder / "picture.svg")
+"""
+
+
+@pytest.mark.long
+def test_the_picture_of_the_readme_is_drawn_from_a_run(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PICTURE, str(tmp_path)], cwd=ROOT / "benchmarks", check=True)
+    assert (tmp_path / "picture.svg").read_text().count("</svg>") == 1
