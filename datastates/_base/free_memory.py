@@ -26,23 +26,35 @@ _VERSION_1 = _Files(
 _VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be allocated without swapping.
+def host_memory(root: Path = Path("/"), *, swap: bool = False) -> int:
+    """Bytes of host memory that can be allocated.
 
     It is ``MemAvailable``, or what the limits of the process's control groups (versions 1 and 2) leave, if that is
     less. The groups around a group count, too. Other processes may take the same memory meanwhile.
 
     Args:
         root: The folder that has ``proc`` and ``sys``.
+        swap: Add free swap space, except for a group of version 1.
     """
-    available = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
+    fields = _fields(root / "proc/meminfo")
+    swappable = fields.get("SwapFree:", 0) * 1024 if swap else 0
+    available = fields["MemAvailable:"] * 1024 + swappable
     for group, files in _groups(root):
         limit, used = _number(group / files.limit), _number(group / files.used)
         if limit is not None and used is not None:
             stat = _fields(group / "memory.stat")
             cached = sum(stat.get(field, 0) for field in files.cached)
-            available = min(available, max(0, limit - max(0, used - cached)))
+            available = min(available, max(0, limit - max(0, used - cached)) + _swap_left(group, swappable))
     return available
+
+
+def _swap_left(group: Path, swappable: int) -> int:
+    """The bytes of ``swappable`` swap space that a group may use; 0 for a group of version 1."""
+    used = _number(group / "memory.swap.current")
+    if used is None:
+        return 0
+    limit = _number(group / "memory.swap.max")
+    return swappable if limit is None else min(swappable, max(0, limit - used))
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:

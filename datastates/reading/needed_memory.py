@@ -44,7 +44,7 @@ def refuse_on_host(path: Location, nbytes: int, remedy: str) -> None:
         remedy: The way to need less, for the message.
     """
     if nbytes:
-        _refuse(path, nbytes, free_memory.host_memory(), "host memory", remedy)
+        _refuse(path, nbytes, free_memory.host_memory(swap=True), "host memory", remedy)
 
 
 def needed(files: Sequence[TensorFile], into: Into) -> tuple[int, int]:

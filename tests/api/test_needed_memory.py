@@ -36,7 +36,7 @@ def saved(state: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, host: int, device: int = 0) -> None:
-    monkeypatch.setattr(free_memory, "host_memory", lambda: host)
+    monkeypatch.setattr(free_memory, "host_memory", lambda swap: host)
     monkeypatch.setattr(free_memory, "device_memory", lambda which: device)
 
 

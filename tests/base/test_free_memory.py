@@ -84,3 +84,16 @@ def test_a_container_shows_its_own_group_at_the_top(root: Path) -> None:
     write(root / "proc/self/cgroup", "4:memory:/docker/1234\n")
     limit_1(root / "sys/fs/cgroup/memory", 60 * MIB, 30 * MIB)
     assert host_memory(root) == 30 * MIB
+
+
+def test_swap_counts_on_demand_as_far_as_the_group_may_use_it(root: Path) -> None:
+    write(root / "proc/meminfo", "MemAvailable:  102400 kB\nSwapFree:  20480 kB\n")
+    assert (host_memory(root), host_memory(root, swap=True)) == (100 * MIB, 120 * MIB)
+    write(root / "proc/self/cgroup", "0::/job\n")
+    group = root / "sys/fs/cgroup/job"
+    limit_2(group, 50 * MIB, 10 * MIB)
+    write(group / "memory.swap.current", "0\n")
+    write(group / "memory.swap.max", "max\n")
+    assert (host_memory(root), host_memory(root, swap=True)) == (40 * MIB, 60 * MIB)
+    write(group / "memory.swap.max", f"{5 * MIB}\n")
+    assert host_memory(root, swap=True) == 45 * MIB
