@@ -120,6 +120,26 @@ def write_trace(path: str | os.PathLike[str], spans: Sequence[Span], name: str) 
     Path(path).write_text(json.dumps(chrome_trace(spans, process=os.getpid(), name=name)), encoding="ascii")
 
 
+def read_trace(path: str | os.PathLike[str]) -> list[Span]:
+    """The spans in a file of :func:`write_trace`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no such file.
+    """
+    try:
+        events = json.loads(Path(path).read_bytes())["traceEvents"]
+        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [e for e in events if e["ph"] == "X"]
+        begins = [e["ts"] / 1e6 for e in spans]
+        return [
+            Span(e["name"], tracks[e["pid"], e["tid"]], begin, begin + e["dur"] / 1e6, e["args"].get("bytes", 0))
+            for e, begin in zip(spans, begins, strict=True)
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it lacks {error}") from error
+
+
 def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str, Any]:
     """The spans in the Trace Event Format of the Chrome project, one row for each track.
 

@@ -1,0 +1,101 @@
+"""``advise`` says what the trace of snapshots implies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command import run, run_json
+
+import datastates as ds
+from datastates.cli import commands
+from datastates.executor.timeline import TRAINING_THREAD, Span, read_trace, write_trace
+from datastates.providers import HostTensorProvider
+from datastates.saving.advice import advice
+from datastates.saving.cadence import best_interval
+
+GB = 10**9
+
+
+def spans(
+    *, gate: float = 0.0, room: float = 0.0, write: float = 1.0, gpu: bool = False, begin: float = 5.0
+) -> list[Span]:
+    """One snapshot of 1 GB that takes 10 ms in the call, and 2 s until it is durable."""
+    track = "copies from GPU 0" if gpu else "capture thread"
+    return [
+        Span("stall", TRAINING_THREAD, begin, begin + 0.01, 0),
+        Span("gate", TRAINING_THREAD, begin + 0.1, begin + 0.1 + gate, 0),
+        Span("cache_wait", "waiting for the cache", begin + 0.1, begin + 0.1 + room, 0),
+        Span("capture", track, begin, begin + 0.5, GB),
+        Span("write", "write slot 0", begin + 0.05, begin + 0.05 + write, GB),
+        Span("sync", "engine thread", begin + 1.9, begin + 1.95, 0),
+        Span("commit", "engine thread", begin + 1.95, begin + 2.0, 0),
+    ]
+
+
+def about(found: list[Any]) -> dict[str, str]:
+    return dict(found)
+
+
+def test_the_cost_and_the_interval() -> None:
+    found = about(advice([*spans(gate=0.04), *spans(gate=0.06, begin=100.0)], 3600.0))
+    assert found["cost"] == (
+        "training waited 60.0 ms for each of 2 snapshot(s), 10.0 ms in the call and 50.0 ms at gates; "
+        "durable after 2.00 s"
+    )
+    assert found["every"].startswith(f"save each {best_interval(0.06, 3600.0, 2.0):.3g} s")
+    assert "--mtbf" in about(advice(spans(), None))["every"]
+
+
+def test_the_caches() -> None:
+    assert about(advice(spans(room=0.5), None))["host_cache"] == "leave it: no step waited for the capture"
+    assert about(advice(spans(gate=0.2), None))["host_cache"].startswith("leave it: the capture waited 0.0 ms")
+    small = about(advice(spans(gate=0.2, room=0.15), None))
+    assert small["host_cache"] == "1000MB hold the whole state: its capture waited 150.0 ms for room in the cache"
+    assert "device_cache" not in small
+    gpu = about(advice(spans(gate=0.2, gpu=True), None))
+    assert gpu["device_cache"] == "up to 1000MB of free GPU memory shorten the 200.0 ms that steps waited at gates"
+
+
+@pytest.mark.parametrize(("write", "what"), [(1.8, "only faster storage"), (1.0, "it is not the limit")])
+def test_the_storage(write: float, what: str) -> None:
+    found = about(advice(spans(write=write), None))["storage"]
+    assert found.startswith(f"it wrote {1 / write:.2f} GB/s, and was busy for {50 * write:.0f} %")
+    assert what in found
+
+
+def test_a_real_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = ds.snapshot([HostTensorProvider("m", {"w": np.ones(100_000)})], tmp_path / "c")
+    snapshot.wait_committed()
+    snapshot.trace(tmp_path / "t.json")
+    read = sorted(read_trace(tmp_path / "t.json"))
+    assert [(s.stage, s.track, s.nbytes) for s in read] == [
+        (s.stage, s.track, s.nbytes) for s in sorted(snapshot._course.spans())
+    ]
+    status, text = run(capsys, "advise", tmp_path / "t.json", "--mtbf", "6h")
+    assert status == 0
+    assert [line.partition(": ")[0] for line in text.splitlines()] == ["cost", "every", "host_cache", "storage"]
+    status, told = run_json(capsys, "advise", tmp_path / "t.json")
+    assert (status, told["ok"], told["advice"][0]["about"]) == (0, True, "cost")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X", "name": "stall"}]}'])
+def test_what_is_no_trace_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(text)
+    assert commands.main(["advise", str(tmp_path / "t.json")]) == 2
+    assert "t.json is no trace of snapshots: " in capsys.readouterr().err
+
+
+def test_a_trace_without_a_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "t.json", spans()[:3], "a snapshot in flight")
+    assert commands.main(["advise", str(tmp_path / "t.json")]) == 2
+    assert "it has no snapshot from its call to its commit" in capsys.readouterr().err
+    assert commands.main(["advise", str(tmp_path / "nothing")]) == 1
+
+
+def test_what_is_no_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["advise", "t.json", "--mtbf", "often"])
+    assert "'often' is no time" in capsys.readouterr().err
