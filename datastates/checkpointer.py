@@ -371,7 +371,7 @@ class Checkpointer:
     def _failure(self) -> BaseException | None:
         """The first background failure since the last call, if the settings say to raise it. The others are logged."""
         ended = [c for c in self._taken if c.ended]
-        self._taken = [c for c in self._taken if not c.ended]
+        self._taken = [c for c in self._taken if c not in ended]  # others may have ended by now
         self.failures += sum(c.error is not None for c in ended)
         undelivered = [(c, error) for c in ended if (error := c.undelivered()) is not None]
         # do not raise an error here that another rank has raised: its next snapshot would be skipped, and so on

@@ -30,6 +30,7 @@ from datastates.errors import (
 )
 from datastates.providers import HostTensorProvider
 from datastates.saving.course import Course
+from datastates.saving.snapshot import course_of
 
 # --- ending
 
@@ -263,6 +264,21 @@ def test_a_wait_raises_the_failure_and_the_next_snapshot_does_not_repeat_it(ask:
             with pytest.raises(StorageError, match="Too many open files"):
                 getattr(failed, ask)()
         ckpt.snapshot(providers(2), step=2).wait_committed()
+    assert ckpt.failures == 1
+
+
+def test_a_snapshot_that_fails_while_failures_are_counted_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
+    failed = course_of(fail_one(ckpt, 1))
+    failed.wait_ended()
+    answers = [False]  # it ends right after it was first asked
+    monkeypatch.setattr(Course, "ended", property(lambda course: answers.pop() if answers else True))
+    ckpt._failure()
+    monkeypatch.undo()
+    with pytest.raises(StorageError):
+        ckpt.close()
     assert ckpt.failures == 1
 
 
