@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,12 +35,15 @@ from datastates.ranks.world import refuse_outdated
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
+from datastates.saving.call_back import call_back
 from datastates.saving.costs import Costs
 from datastates.saving.course import Course
 from datastates.saving.due import Due
 from datastates.saving.engine import Engine
 from datastates.saving.last_snapshot import LastSnapshot
+from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.taken import Taken
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 from datastates.storage import store_of
@@ -65,7 +69,6 @@ class Checkpointer:
     Attributes:
         settings: The settings, a :class:`~datastates.config.Settings`.
         directory: The absolute path of the directory.
-        failures: Number of failed snapshots, as counted at the last :meth:`snapshot` or :meth:`close`.
     """
 
     def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
@@ -109,18 +112,23 @@ class Checkpointer:
             world,
             threads=self.settings.max_in_flight,
             auto_gate=self.settings.auto_gate,
-            ended=self._call_back,
+            ended=partial(call_back, self.settings),
         )
         prepare(executor, self.settings)
         self._retention = threading.Lock()
         self._order = Order(self._tier)
-        self._taken: list[Course] = []
+        self._trace = RunTrace()
+        self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
         self._closed = False
-        self.failures = 0
         self._costs = Costs(self.settings.max_in_flight)
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
         self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable)
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
+
+    @property
+    def failures(self) -> int:
+        """Number of failed snapshots, as counted at the last :meth:`snapshot` or :meth:`close`."""
+        return self._taken.failures
 
     def _prepare(self) -> bytes:
         """On rank 0, before any rank writes: remove debris from the directory. Returns the opening for all ranks."""
@@ -168,7 +176,7 @@ class Checkpointer:
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
             ballot.step = step = checked_step(step)
-            if (failure := self._failure()) is not None:
+            if (failure := self._taken.failure()) is not None:
                 raise failure
             _calls.check_order(providers)
             begin = time.monotonic()
@@ -176,7 +184,7 @@ class Checkpointer:
             if self._termination is not None:
                 self._termination.watch()
             if self._engine.world.size > 1:  # these end first, so that this one supersedes them
-                before += [c for c in self._taken if c.step == step]
+                before += [c for c in self._taken.courses if c.step == step]
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
@@ -184,7 +192,7 @@ class Checkpointer:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
                 self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
-        self._taken.append(course_of(taken))
+        self._taken.courses.append(course_of(taken))
         self._costs.note(course_of(taken))
         self._last.settle()
         return taken
@@ -306,7 +314,9 @@ class Checkpointer:
             request,
             wait=self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
         )
-        if restored is None and self._engine.world.rank == 0:
+        if restored is not None:
+            self._trace.add_restore(restored.step, restored.spans)
+        elif self._engine.world.rank == 0:
             _calls.warn_of_other(self._root)
         return restored
 
@@ -317,6 +327,21 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
         return next(reversed(newest.by_certain_age(self._tier)), None)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of the run so far on this rank, in the format that https://ui.perfetto.dev and Chrome show.
+
+        It has the snapshots, the restores and their stages, less detailed than :meth:`Snapshot.trace`, and the waits of
+        the training thread. From the first snapshot on, unless ``auto_gate=False``, it has the times from one torch
+        optimizer's ``step()`` to the next. A long run forgets its oldest work; the trace says how many spans.
+
+        Args:
+            path: The file to write. An existing file is replaced. After :meth:`close`, all snapshots are in it.
+
+        Raises:
+            OSError: ``path`` cannot be written.
+        """
+        self._trace.write(path, f"datastates, {self._root}", self._taken.courses)
 
     # --- ending
 
@@ -345,7 +370,7 @@ class Checkpointer:
         self._opening.close()
         if self._termination is not None:
             self._termination.end()
-        if (failure := self._failure()) is not None:
+        if (failure := self._taken.failure()) is not None:
             raise failure
 
     def __enter__(self) -> Checkpointer:
@@ -367,32 +392,6 @@ class Checkpointer:
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise ClosedError(f"the checkpointer of {self._root} is closed")
-
-    def _failure(self) -> BaseException | None:
-        """The first background failure since the last call, if the settings say to raise it. The others are logged."""
-        ended = [c for c in self._taken if c.ended]
-        self._taken = [c for c in self._taken if c not in ended]  # others may have ended by now
-        self.failures += sum(c.error is not None for c in ended)
-        undelivered = [(c, error) for c in ended if (error := c.undelivered()) is not None]
-        # do not raise an error here that another rank has raised: its next snapshot would be skipped, and so on
-        own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
-        raised = own[0] if own and self.settings.on_error == "raise" else None
-        for course, error in undelivered:
-            if error is not raised:
-                _log.warning("snapshot %d failed: %s", course.step, error)
-        return raised
-
-    def _call_back(self, snapshot: Snapshot) -> None:
-        """Call ``on_error`` or ``on_commit`` of the settings for a snapshot that has ended."""
-        course = course_of(snapshot)
-        call = self.settings.on_commit if course.error is None else self.settings.on_error
-        if not callable(call):
-            return
-        course.deliver()
-        try:
-            call(snapshot)
-        except Exception:  # an error in the user's function must not disturb training
-            _log.exception("%r raised, called for %r", call, snapshot)
 
     def _wait_for_these(self) -> None:
         """Wait for the snapshots that are in flight now, and for a last one after SIGTERM, but not for later ones."""

@@ -43,13 +43,16 @@ In the stage ``wait``, the thread that called ``restore()`` waits for the reads 
 """
 TRAINING_THREAD = "training thread"
 """Name of the track of the thread that calls ``snapshot()`` or ``restore()``."""
+STEP = "step"
+"""Name of the spans from one optimizer step to the next, in the trace of a run."""
 
 
 class Span(NamedTuple):
     """One piece of work of a snapshot or a restore, done by one thread, CUDA stream or slot of a ring.
 
     Attributes:
-        stage: Name of the stage: a key of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`.
+        stage: Name of the stage: a key of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`. In the trace of a run also
+            :data:`STEP`, or the name of a whole snapshot or restore.
         track: Name of the thread, CUDA stream or slot of a ring that did the work.
         begin, end: Seconds on the monotonic clock.
         nbytes: Number of bytes processed; 0 where that does not apply.
@@ -115,6 +118,40 @@ def _sum(spans: list[Span], waits_for: str) -> Stage:
     return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), waits_for)
 
 
+_FINEST = 100
+"""Gaps shorter than this part of a snapshot or a restore are closed by :func:`coarse`."""
+
+
+def coarse(spans: Sequence[Span], name: str, track: str) -> list[Span]:
+    """Sum up the spans of one snapshot or restore in a few.
+
+    The spans of a stage are on one track, which has the stage's name, and those with short gaps between them become
+    one. The spans of the training thread stay as they are.
+
+    Args:
+        spans: All spans of the snapshot or the restore.
+        name: Name of one more span, from the first begin to the last end.
+        track: Track of that span.
+    """
+    if not spans:
+        return []
+    begin, end = min(s.begin for s in spans), max(s.end for s in spans)
+    found = [Span(name, track, begin, end, 0), *(s for s in spans if s.track == TRAINING_THREAD)]
+    last: dict[str, Span] = {}
+    for span in sorted(spans, key=lambda s: s.begin):
+        if span.track == TRAINING_THREAD:
+            continue
+        before = last.get(span.stage)
+        if before is not None and span.begin - before.end < (end - begin) / _FINEST:
+            reached = max(before.end, span.end)
+            last[span.stage] = Span(span.stage, span.stage, before.begin, reached, before.nbytes + span.nbytes)
+            continue
+        if before is not None:
+            found.append(before)
+        last[span.stage] = span._replace(track=span.stage)
+    return [*found, *last.values()]
+
+
 def write_trace(path: str | os.PathLike[str], spans: Sequence[Span], name: str) -> None:
     """Write the spans of this process into a file, as :func:`chrome_trace` gives them; raises OSError."""
     Path(path).write_text(json.dumps(chrome_trace(spans, process=os.getpid(), name=name)), encoding="ascii")
@@ -143,14 +180,15 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
 def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str, Any]:
     """The spans in the Trace Event Format of the Chrome project, one row for each track.
 
-    Rows are ordered by their first span. Times are in microseconds.
+    Spans that overlap in part are in further rows of their track. Rows are ordered by their first span. Times are in
+    microseconds.
 
     Args:
         spans: Spans of work of one process.
         process: Number of the process, under which the viewer shows the rows.
         name: Name of the process.
     """
-    ordered = sorted(spans, key=lambda s: s.begin)
+    ordered = _nested(spans)
     rows = {track: row for row, track in enumerate(dict.fromkeys(s.track for s in ordered))}
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}]
     for track, row in rows.items():
@@ -171,3 +209,22 @@ def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str,
         for s in ordered
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _nested(spans: Sequence[Span]) -> list[Span]:
+    """The spans in the order of their begin, on so many tracks that those of one track follow or hold each other."""
+    ends: dict[str, list[float]] = {}  # of the spans of a track that are not over
+    placed = []
+    for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
+        track, number = span.track, 1
+        while True:
+            over = ends.setdefault(track, [])
+            while over and over[-1] <= span.begin:
+                over.pop()
+            if not over or span.end <= over[-1]:
+                break
+            number += 1
+            track = f"{span.track} ({number})"
+        over.append(span.end)
+        placed.append(span if number == 1 else span._replace(track=track))
+    return placed

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 import weakref
+from collections import deque
 from types import FrameType
 from typing import Any
 
 from datastates._base.loaded import loaded
+from datastates.executor.timeline import STEP, TRAINING_THREAD, Span
 from datastates.saving.course import Course
+
+MOST_STEPS = 16_384
+"""Number of optimizer steps whose times are kept."""
 
 
 class _Guarded(weakref.ref[Course]):
@@ -20,6 +27,8 @@ class _Guarded(weakref.ref[Course]):
 # no lock guards this set, as a wait at the gate may be interrupted anywhere: each change is one operation
 _pending: set[_Guarded] = set()
 _hook: Any = None
+_stepped: deque[float] = deque(maxlen=MOST_STEPS)
+"""When the last optimizer steps began, on the monotonic clock."""
 
 
 def guard(course: Course, *, automatic: bool) -> None:
@@ -50,6 +59,18 @@ def pass_all(*, automatic_only: bool = False) -> None:
             _pending.discard(guarded)
 
 
+def steps(since: float) -> list[Span]:
+    """The times from one torch optimizer's ``step()`` to the next, of this process.
+
+    Steps are seen from the first snapshot on that was guarded with ``automatic=True``. The oldest are forgotten.
+
+    Args:
+        since: The time on the monotonic clock from which on steps are given.
+    """
+    begun = [begin for begin in _stepped.copy() if begin >= since]
+    return [Span(STEP, TRAINING_THREAD, begin, end, 0) for begin, end in itertools.pairwise(begun)]
+
+
 def is_in_step() -> bool:
     """Whether this thread is inside a torch optimizer's ``step()``: in its hooks, in its closure, or in calls of these.
 
@@ -66,6 +87,7 @@ def is_in_step() -> bool:
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _stepped.append(time.monotonic())
     if not _pending:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

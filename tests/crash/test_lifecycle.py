@@ -275,7 +275,7 @@ def test_a_snapshot_that_fails_while_failures_are_counted_is_not_lost(
     failed.wait_ended()
     answers = [False]  # it ends right after it was first asked
     monkeypatch.setattr(Course, "ended", property(lambda course: answers.pop() if answers else True))
-    ckpt._failure()
+    ckpt._taken.failure()
     monkeypatch.undo()
     with pytest.raises(StorageError):
         ckpt.close()

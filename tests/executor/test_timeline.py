@@ -11,7 +11,7 @@ import pytest
 from hold import held
 
 import datastates as ds
-from datastates.executor.timeline import WAITS_FOR, Span, chrome_trace, stages
+from datastates.executor.timeline import TRAINING_THREAD, WAITS_FOR, Span, chrome_trace, coarse, stages
 from datastates.providers import HostTensorProvider, PickledObjectProvider
 
 
@@ -97,3 +97,56 @@ def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     snapshot.wait_committed()
     with pytest.raises(FileNotFoundError, match=r"nowhere"):
         snapshot.trace(tmp_path / "nowhere" / "trace.json")
+
+
+# --- the trace of a run
+
+
+def test_short_gaps_are_closed_and_slots_become_one_track() -> None:
+    spans = [
+        Span("stall", TRAINING_THREAD, 0.0, 1.0, 0),
+        Span("write", "slot 0", 10.0, 20.0, 1),
+        Span("write", "slot 1", 15.0, 18.0, 2),
+        Span("write", "slot 1", 20.9, 30.0, 4),
+        Span("write", "slot 0", 31.1, 100.0, 8),
+        Span("capture", "capture", 2.0, 3.0, 16),
+        Span("gate", TRAINING_THREAD, 1.5, 2.0, 0),
+    ]
+    assert sorted(coarse(spans, "snapshot 3", "snapshots")) == [
+        Span("capture", "capture", 2.0, 3.0, 16),
+        Span("gate", TRAINING_THREAD, 1.5, 2.0, 0),
+        Span("snapshot 3", "snapshots", 0.0, 100.0, 0),
+        Span("stall", TRAINING_THREAD, 0.0, 1.0, 0),
+        Span("write", "write", 10.0, 30.0, 7),
+        Span("write", "write", 31.1, 100.0, 8),
+    ]
+    assert coarse([], "nothing", "snapshots") == []
+
+
+def test_the_number_of_spans_of_a_snapshot_does_not_depend_on_its_size() -> None:
+    many = [Span("write", f"slot {n % 16}", n / 10, n / 10 + 0.05, 1) for n in range(50_000)]
+    found = coarse(many, "snapshot 1", "snapshots")
+    assert len(found) <= 101
+    assert sum(span.nbytes for span in found) == 50_000
+
+
+def test_spans_that_cross_are_in_rows_of_their_own() -> None:
+    spans = [
+        Span("step", "t", 0.0, 10.0, 0),
+        Span("stall", "t", 2.0, 4.0, 0),
+        Span("crosses", "t", 3.0, 12.0, 0),
+        Span("crosses too", "t", 9.0, 15.0, 0),
+        Span("step", "t", 10.0, 20.0, 0),
+        Span("after", "t", 12.0, 13.0, 0),
+    ]
+    events = chrome_trace(spans, process=1, name="run")["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = [(e["name"], names[e["tid"]]) for e in events if e["ph"] == "X"]
+    assert rows == [
+        ("step", "t"),
+        ("stall", "t"),
+        ("crosses", "t (2)"),
+        ("crosses too", "t (3)"),
+        ("step", "t"),
+        ("after", "t"),
+    ]
