@@ -34,11 +34,13 @@ class Chapter:
         title: The heading.
         how: How it is measured. Names in braces are replaced by the benchmark's parameters.
         columns: The columns of the table. The picture shows the first.
+        alone: Whether it measures this package beside itself, and no peer.
     """
 
     title: str
     how: str
     columns: tuple[Column, ...]
+    alone: bool = False
 
 
 def _rate(figure: str) -> Callable[[str], Values]:
@@ -167,6 +169,7 @@ CHAPTERS = {
         "calls the snapshot is committed, and all tensors are updated in place, as by a training step; in one line "
         "they are not, so that they come from memory and no longer from the processor's caches.",
         (Column("ms", _seconds(factor=1e3), ".3f"),),
+        alone=True,
     ),
     "throughput": Chapter("Training throughput on the CPU while a checkpoint drains", _TRAINED, _TRAINING[::-1]),
     "memory": Chapter(
@@ -181,6 +184,7 @@ CHAPTERS = {
         "{shards} tensors in one file: planning its layout, encoding its index, opening and checking the index, and "
         "reading one tensor by its key after that.",
         (Column("ms", _seconds(factor=1e3), ".2f"),),
+        alone=True,
     ),
     "capture": Chapter(
         "Capture from the GPU",
@@ -192,6 +196,7 @@ CHAPTERS = {
             Column("call, ms", _seconds("call", 1e3), ".2f"),
             Column("call to captured, ms", _seconds("from_call", 1e3), ".2f"),
         ),
+        alone=True,
     ),
     "training": Chapter("Training a GPT on the GPU", _TRAINED, _TRAINING),
     "durable": Chapter(
@@ -239,6 +244,7 @@ CHAPTERS = {
             Column("bytes read, of those needed", fetched, ".3f"),
             Column("CPU s/GB", cpu_per_gb, skip=("raw",)),
         ),
+        alone=True,
     ),
     "export": Chapter(
         "Export of weights",
@@ -279,5 +285,6 @@ CHAPTERS = {
             Column("useful time, of the most", _of_the_best("useful", "most"), ".5f"),
             Column("useful time, of all", _seconds("useful"), ".4f"),
         ),
+        alone=True,
     ),
 }

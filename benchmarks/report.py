@@ -27,6 +27,12 @@ mpl.rcParams.update({"svg.hashsalt": "datastates", "svg.fonttype": "none", "font
 from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
 
 MACHINES = {
+    "gpu": "GPU machine",
+    "gpu-load": "GPU machine, onto the GPU",
+    "gpus-2": "Machine with two GPUs",
+    "gpus-2-load": "Machine with two GPUs, onto a GPU",
+    "gpus-2-return": "Machine with two GPUs, what other ranks saved",
+    "gpus-4": "Machine with four GPUs",
     "cpu": "CPU machine",
     "cpu-pwrite": "CPU machine, with and without io_uring",
     "cpu-reshard": "CPU machine, what other ranks saved",
@@ -36,18 +42,19 @@ MACHINES = {
     "cpu-export": "CPU machine, export of weights",
     "cpu-meshes": "CPU machine, JAX's sharded trees",
     "cpu-cadence": "CPU machine, how often to save",
-    "gpu": "GPU machine",
-    "gpu-load": "GPU machine, onto the GPU",
-    "gpus-2": "Machine with two GPUs",
-    "gpus-2-load": "Machine with two GPUs, onto a GPU",
-    "gpus-2-return": "Machine with two GPUs, what other ranks saved",
-    "gpus-4": "Machine with four GPUs",
 }
 _INTRODUCTION = """# Benchmarks
 
-Made by `make bench` and `make bench-gpu` from the JSON files in `{folder}/`, which hold every sample. All systems run
-interleaved: each once a round, after one round that does not count. Figures are medians with the range over the rounds;
-ratios are taken within each round. A verdict is the median's.
+This package beside its peers, on one machine after the other. All systems run interleaved: each once a round, after one
+round that does not count. Figures are medians with the range over the rounds; ratios are taken within each round. *Raw*
+is a program that moves as many bytes and does nothing else. Each chapter has a link to its samples. At the end are
+measurements [of this package alone](#this-package-alone), and [its own goals](#own-goals).
+
+Made by `make bench` and `make bench-gpu`.
+"""
+_GOALS = """## Own goals
+
+What the project sets itself, most of it beside raw reads and writes, and whether the median reaches it.
 """
 
 
@@ -66,33 +73,61 @@ def main() -> None:
     if not files:
         return
     reports = {name: json.loads(path.read_text()) for name, path in files.items()}
-    sections = [_INTRODUCTION.format(folder=directory.name)]
+    sections = [_INTRODUCTION]
     if scale.exists():
         sections.append("What many ranks cost is on [a page of its own](scale.md).\n")
+    alone, goals = ["## This package alone\n"], [_GOALS]
     for name, report in reports.items():
+        beside_peers, by_itself = chapters(report, name, directory)
+        if beside_peers:
+            sections += [f"## {MACHINES[name]}\n", _circumstances(report), *beside_peers]
+        if by_itself:
+            alone += by_itself
         others = [r for r in reports.values() if r is not report and r["suite"] == report["suite"]]
-        sections += section(report, name, directory, others)
-    directory.with_suffix(".md").write_text("\n".join(sections))
+        if table_of_goals := targets(report, others):
+            goals += [f"### Goals: {MACHINES[name]}\n", table_of_goals + "\n"]
+    directory.with_suffix(".md").write_text("\n".join([*sections, *alone, *goals]))
 
 
-def section(report: dict[str, Any], machine: str, directory: Path, others: list[dict[str, Any]]) -> list[str]:
-    """The section of one machine. ``others`` are the reports of the same suite from other machines."""
-    lines = [f"## {MACHINES[machine]}\n", _machine(report) + "\n"]
-    if report["tiny"]:
-        lines.append("**A trial with tiny states: its figures and verdicts mean nothing.**\n")
-    lines += ["### Targets\n", targets(report, others) + "\n"]
+def chapters(report: dict[str, Any], machine: str, directory: Path) -> tuple[list[str], list[str]]:
+    """The chapters of one machine that compare this package with peers, and the others."""
+    beside_peers: list[str] = []
+    by_itself: list[str] = []
     for name, benchmark in report["benchmarks"].items():
-        chapter = CHAPTERS[name]
-        numbers = {k: f"{v:,}" for k, v in benchmark["parameters"].items()}
-        lines += [f"### {chapter.title}\n", table(chapter, benchmark) + "\n"]
-        if benchmark["samples"]:
-            picture = directory / f"{machine}-{name}.svg"
-            draw(chapter, benchmark, picture)
-            lines += [f"![{chapter.title}]({directory.name}/{picture.name})\n", chapter.how.format(**numbers) + "\n"]
-        lines += [f"- {system}: {setting}" for system, setting in benchmark["settings"].items()]
-        lines += [f"- {system} failed: `{' '.join(error.split())}`" for system, error in benchmark["errors"].items()]
-        lines.append("")
-    return lines
+        heading, *rest = chapter(name, benchmark, machine, directory)
+        if compares(CHAPTERS[name], benchmark):
+            beside_peers += [heading, *rest]
+        else:
+            by_itself += [heading, f"{MACHINES[machine]}: {_circumstances(report)}", *rest]
+    return beside_peers, by_itself
+
+
+def compares(about: Chapter, benchmark: Benchmark) -> bool:
+    """Whether a peer was measured, or would have been on a larger machine."""
+    systems = {system_of(row) for row in benchmark["samples"]}
+    return not about.alone and (not systems or any(not s.startswith(("datastates", "raw", "plain")) for s in systems))
+
+
+def chapter(name: str, benchmark: Benchmark, machine: str, directory: Path) -> list[str]:
+    """One benchmark on one machine: picture, table, and, folded away, how it was measured."""
+    about = CHAPTERS[name]
+    numbers = {k: f"{v:,}" for k, v in benchmark["parameters"].items()}
+    lines = [f"### {about.title}\n"]
+    if benchmark["samples"]:
+        picture = directory / f"{machine}-{name}.svg"
+        draw(about, benchmark, picture)
+        lines.append(f"![{about.title}]({directory.name}/{picture.name})\n")
+    lines += [table(about, benchmark) + "\n", '<details markdown="1"><summary>How it is measured</summary>\n']
+    if benchmark["samples"]:
+        lines.append(about.how.format(**numbers) + "\n")
+    lines += [f"- {system}: {setting}" for system, setting in benchmark["settings"].items()]
+    lines += [f"- {system} failed: `{' '.join(error.split())}`" for system, error in benchmark["errors"].items()]
+    return [*lines, f"\n[Every sample]({directory.name}/{machine}.json)\n", "</details>\n"]
+
+
+def _circumstances(report: dict[str, Any]) -> str:
+    trial = "\n**A trial with tiny states: its figures and verdicts mean nothing.**\n" if report["tiny"] else ""
+    return f"{_machine(report)}\n{trial}"
 
 
 def _machine(report: dict[str, Any]) -> str:
@@ -108,7 +143,7 @@ def _machine(report: dict[str, Any]) -> str:
 
 
 def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """The table of a suite's targets, with verdicts. It leaves out targets that were measured only elsewhere."""
+    """The table of a suite's targets, with verdicts; empty without any. It leaves out those measured only elsewhere."""
     rows = []
     for target in TARGETS:
         if target.suite != report["suite"]:
@@ -131,7 +166,7 @@ def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
                 {True: "reached", False: "**missed**", None: "not measured"}[reached],
             )
         )
-    return markdown(("target", "goal", "reached", "range", "rounds", "verdict"), rows)
+    return markdown(("target", "goal", "reached", "range", "rounds", "verdict"), rows) if rows else ""
 
 
 def table(chapter: Chapter, benchmark: Benchmark) -> str:

@@ -210,6 +210,32 @@ def test_verdicts_come_out_of_the_samples(tmp_path: Path) -> None:
     assert "| durable write, over raw (Durable write) | ≥ 0.95 × | 0.909 × | 0.5–1 | 3 | **missed** |" in slow
 
 
+def test_peers_come_first_and_own_goals_last(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    beside = {"datastates": [{"seconds": 1.0}], "DCP": [{"seconds": 2.0}]}
+    (folder / "cpu.json").write_text(json.dumps(report_of("cpu", "restore-warm", beside)))
+    alone = report_of(
+        "cpu",
+        "files",
+        {"one file": [{"seconds": 1.0}], "64 files": [{"seconds": 1.0}]},
+        parameters={"bytes": 10**9, "files": 64},
+    )
+    (folder / "cpu-files.json").write_text(json.dumps(alone))
+    run_script("report.py", folder)
+    headings = [line for line in (tmp_path / "docs.md").read_text().splitlines() if line.startswith("#")]
+    assert headings == [
+        "# Benchmarks",
+        "## CPU machine",
+        "### Warm restore in place",
+        "## This package alone",
+        "### One rank restores many files",
+        "## Own goals",
+        "### Goals: CPU machine",
+        "### Goals: CPU machine, many files",
+    ]
+
+
 def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()
@@ -236,12 +262,14 @@ def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> Non
     skipped = report_of("gpu", "ranks", {}, settings={"4 → 2": "skipped: why not"})
     (folder / "gpu.json").write_text(json.dumps(skipped))
     run_script("report.py", folder)
-    one, _, page = (tmp_path / "docs.md").read_text().partition("## Machine with four GPUs")
-    assert "- 4 → 2: skipped: why not" in one
+    compared, _, goals = (tmp_path / "docs.md").read_text().partition("## Own goals")
+    skipping, _, measured_there = compared.partition("Machine with four GPUs: ")
+    assert "- 4 → 2: skipped: why not" in skipping
+    assert "4 × some (driver 1, CUDA 2)" in measured_there
+    one, _, page = goals.partition("### Goals: Machine with four GPUs")
     for measured in ("2 → 2", "4 → 2"):
         assert f"{measured}, over raw (Several ranks)" not in one, "a target stands where it was measured"
     assert "| durable write, 2 → 1, over raw (Several ranks) | ≥ 0.95 × | – | – | 0 | not measured |" in one
-    assert "4 × some (driver 1, CUDA 2)" in page
     assert "| durable write, 2 → 2, over raw (Several ranks) | ≥ 0.95 × | 1 × | 1–1 | 1 | reached |" in page
     assert "| durable write, 4 → 2, over raw (Several ranks) | ≥ 0.95 × | 0.5 × | 0.5–0.5 | 1 | **missed** |" in page
     assert (
@@ -251,7 +279,7 @@ def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> Non
         "| bytes read, 4 → 2, over those needed (Several ranks) | ≤ 1.05 × | 1.06 × | 1.06–1.06 | 1 | **missed** |"
         in page
     )
-    row = next(line for line in page.splitlines() if line.startswith("| datastates, 4 → 2 |"))
+    row = next(line for line in measured_there.splitlines() if line.startswith("| datastates, 4 → 2 |"))
     medians = [cell.partition(" (")[0].strip() for cell in row.split("|")[2:-1]]
     assert medians == ["1.00", "2.00", "0.50", "1.00", "1.060", "0.250", "0.0100", "0.50"]
 
