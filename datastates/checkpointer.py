@@ -101,8 +101,6 @@ class Checkpointer:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self._root)
             undo.callback(world.close)
-            if self.settings.grace is not None and world.size > 1:
-                raise SettingsError("grace: only a single rank can take a last snapshot: leave it out")
             self._opening = Opening.decode(self._root, meet(world, self._name, self._root, self._prepare))
             undo.pop_all()
         self._snapshots = 0
@@ -122,7 +120,8 @@ class Checkpointer:
         self._closed = False
         self._costs = Costs(self.settings.max_in_flight)
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
-        self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable)
+        needed = self._costs.seconds_until_durable
+        self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     @property
@@ -216,7 +215,8 @@ class Checkpointer:
 
         With ``every="auto"``, the first call answers True, so that a snapshot is measured. All ranks get the same
         answers, if all call it after the same steps. They then meet at a few of these steps. After SIGTERM, with the
-        setting ``grace``, the next call answers True if a last snapshot can be durable in time, and the log says so.
+        setting ``grace``, one of the next calls answers True if a last snapshot can be durable in time. The log says
+        which.
 
         Args:
             step: The number of the training step. It grows, but may fall back after a restore.
@@ -229,8 +229,8 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
-        last = self._last.is_due(step := checked_step(step))
-        return self._due(step) if last is None else last
+        step = checked_step(step)
+        return self._last.is_due(step) or self._due(step)
 
     def seconds_until_durable(self) -> float | None:
         """Seconds until a snapshot that is taken now would be committed, from the last snapshots' rates. Thread-safe.

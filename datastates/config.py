@@ -199,9 +199,8 @@ class Settings(RankSettings):
 
     grace: Duration | None = Field(
         None,
-        description="Time from SIGTERM until the process is killed, as for mtbf. The next Checkpointer.due(step) then "
-        "says that a last snapshot is due if it can be durable in that time. Needs handle_sigterm, every, and a single "
-        "rank.",
+        description="Time from SIGTERM until the process is killed, as for mtbf. Checkpointer.due(step) then "
+        "says that a last snapshot is due if it can be durable in that time. Needs handle_sigterm and every.",
     )
 
     @model_validator(mode="after")

@@ -1,14 +1,22 @@
-"""Whether a last snapshot is taken after SIGTERM: if it can be durable before the process is killed."""
+"""The last snapshot after SIGTERM: taken if it can be durable before the process is killed, on all ranks or on none."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from datastates._base.packing import pack, unpack
 from datastates._base.waiting import Bell
+from datastates._base.workers import start
+from datastates.errors import DatastatesError
+from datastates.ranks.board_world import DONE
+from datastates.ranks.world import World
 
 _log = logging.getLogger("datastates")
+_STEPS = 2
+"""Most steps that a rank does until the snapshot: it ends the one it is in, and another rank may be one ahead."""
 
 
 class LastSnapshot:
@@ -16,72 +24,111 @@ class LastSnapshot:
 
     The training thread takes the snapshot, as only it knows when the state is whole. Meanwhile another thread holds
     SIGTERM back.
+
+    SIGTERM reaches the ranks at different steps. Each rank then votes with the step that it asked about last, and does
+    not go on from the next one before the answer is there. Rank 0 answers with a step that no rank has reached.
     """
 
     def __init__(
-        self, grace: float | None, needed: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
+        self,
+        grace: float | None,
+        needed: Callable[[], float | None],
+        world: World,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin before SIGTERM.
 
         Args:
             grace: Seconds from SIGTERM until the process is killed. None: no last snapshot is taken.
             needed: Returns the seconds until a snapshot taken now is durable; None if that is not known.
+            world: The ranks that save together.
+            name: A name for their vote, the same on all ranks.
             clock: Seconds on a monotonic clock.
         """
         self._grace = grace
         self._needed = needed
+        self._world = world
+        self._name = name
         self._clock = clock
+        self._asked: tuple[int, float, float] | None = None  # the last step, when it was, and how long it took
         self._end: float | None = None  # when the process is killed, while SIGTERM is held back
-        self._decision: dict[str, bool] = {}  # setdefault() keeps the first decision
-        self._is_settled = False  # the snapshot is in flight, or is not taken
+        self._answer: dict[str, int | None] = {}  # the first step to save at; setdefault() keeps the first answer
+        self._is_told = self._is_settled = False
         self._bell = Bell()
 
-    def is_due(self, step: int) -> bool | None:
-        """On the training thread, whether to take a snapshot after ``step``; None while no SIGTERM is held back."""
-        if (end := self._end) is None:
-            return None
-        if self._decision:
+    def is_due(self, step: int) -> bool:
+        """On the training thread, whether to take the last snapshot after ``step``."""
+        now = self._clock()
+        self._asked = step, now, now - self._asked[1] if self._asked else 0.0
+        if (end := self._end) is None:  # looked at after the step was noted: a vote that was cast before has it
+            return False
+        self._bell.wait_for(lambda: self._answer, max(0.0, end - now))
+        at = self._answer.get("step")
+        if at is None or step < at:
+            return False
+        if self._is_told:
             self.settle()  # the loop took no snapshot after the answer
             return False
-        needed, left = self._needed(), end - self._clock()
-        fits = self._decide(needed is not None and needed <= left, step, needed, left)
-        if fits:
-            self._bell.ring()
-        else:
-            self.settle()
-        return fits
-
-    def _decide(self, fits: bool, step: int | None, needed: float | None, left: float) -> bool:
-        if fits and self._decision.setdefault("", True):
-            _log.warning("SIGTERM: a last snapshot after step %s: it needs %.1f s, %.1f s are left", step, needed, left)
-            return True
-        self._decision.setdefault("", False)
-        why = "none was measured yet" if needed is None else f"it needs {needed:.1f} s, {left:.1f} s are left"
-        _log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
-        return False
+        self._is_told = True
+        self._bell.ring()
+        return True
 
     def settle(self) -> None:
-        """Tell that the last snapshot is in flight, or is not taken. Does nothing before the decision."""
-        if self._decision:
+        """Tell that the last snapshot is in flight. Does nothing before :meth:`is_due` has said that it is due."""
+        if self._is_told:
             self._is_settled = True
             self._bell.ring()
 
     def hold(self, finish: Callable[[], None]) -> None:
-        """Once SIGTERM has come, wait until the last snapshot is settled; then call ``finish``.
-
-        A loop that does not ask in time gets no last snapshot.
-        """
+        """Once SIGTERM has come, wait until the last snapshot is in flight, or is not taken; then call ``finish``."""
         if self._grace is None:
             finish()
             return
         self._end = end = self._clock() + self._grace
-        while not self._decision:
-            needed, now = self._needed(), self._clock()
-            if needed is None or now + needed >= end:
-                self._decide(False, None, needed, end - now)
-                self.settle()
+        step, _, pace = self._asked or (None, 0.0, 0.0)  # read after the end was set: a later step waits for the answer
+        needed = self._needed()
+        vote = DONE + pack([step, pace, needed, self._grace])
+        try:
+            start(threading.Thread(target=self._vote, args=[vote], name="datastates-last", daemon=True))
+        except DatastatesError as error:
+            self._hear(None, str(error))
+        # later, the other ranks' answer would come too late; they may not have got SIGTERM at all
+        if not self._bell.wait_for(lambda: self._answer, self._grace / 2):
+            self._hear(None, "the other ranks did not answer in time")
+        if self._answer["step"] is not None and needed is not None:
+            if self._bell.wait_for(lambda: self._is_told, max(0.0, end - needed - self._clock())):
+                self._bell.wait_for(lambda: self._is_settled, max(0.0, end - self._clock()))
             else:
-                self._bell.wait_for(lambda: self._decision, end - now - needed)
-        self._bell.wait_for(lambda: self._is_settled, max(0.0, end - self._clock()))
+                _log.warning("SIGTERM: no last snapshot: due() was not called in time")
         finish()
         self._end = None
+
+    def _vote(self, vote: bytes) -> None:
+        try:
+            step, why = unpack(self._world.agree(self._name, vote, _decide))
+        except DatastatesError as error:
+            step, why = None, str(error)
+        self._hear(step, why)
+
+    def _hear(self, step: int | None, why: str) -> None:
+        if self._answer:
+            return
+        self._answer.setdefault("step", step)
+        if step is None:
+            _log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
+        else:
+            _log.warning("SIGTERM: a last snapshot from step %d on: %s", step, why)
+        self._bell.ring()
+
+
+def _decide(votes: Mapping[int, bytes]) -> bytes:
+    """On rank 0: the first step to save at, None for no last snapshot, and the reason."""
+    steps, paces, needs, graces = zip(*(unpack(vote[1:]) for vote in votes.values()), strict=True)
+    if None in steps:
+        return pack([None, "due() was not called yet"])
+    if None in needs:
+        return pack([None, "no snapshot was measured yet"])
+    needed, pace, grace = max(needs), max(paces), min(graces)
+    step = max(steps) + 1 if needed + _STEPS * pace <= grace else None
+    return pack([step, f"it needs {needed:.1f} s, and a step {pace:.1f} s, of {grace:.1f} s"])

@@ -1,11 +1,13 @@
-"""Ranks whose clocks differ save at the same steps."""
+"""Ranks whose clocks differ, or that SIGTERM reaches at different steps, save at the same steps."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import datastates as ds
 from datastates import _calls
@@ -13,6 +15,7 @@ from datastates.config import Settings
 from datastates.errors import CommitError
 from datastates.providers import HostTensorProvider
 from datastates.saving.due import Due
+from datastates.saving.last_snapshot import LastSnapshot
 from datastates.storage.location import Location
 
 AUTO: dict[str, Any] = {"every": "auto", "mtbf": "1h"}
@@ -68,15 +71,73 @@ def test_a_loop_that_saves_when_it_is_due(threads: Any, tmp_path: Path) -> None:
     assert first[0] == 1
 
 
-def test_several_ranks_take_no_last_snapshot(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("needed", [3.0, 2000.0])
+def test_ranks_that_sigterm_reaches_at_different_steps_take_one_last_snapshot(
+    needed: float, threads: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one(rank: int) -> list[int]:
+        world = _calls.open_world(Settings.of({}), Location("run"))
+        last, found = LastSnapshot(1000, lambda: needed if rank == 2 else 1.0, world, "last"), []
+        held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
+        step = 0
+        while held.ident is None or held.is_alive():
+            step += 1
+            if step == 5 + 3 * rank:
+                held.start()
+            if last.is_due(step):
+                found.append(step)
+                last.settle()
+        return found
+
+    first, *others = threads(3, one)
+    assert others == [first, first]
+    assert len(first) == (1 if needed == 3.0 else 0)
+    assert all(step >= 11 for step in first)
+    said = {line.partition(":")[2].partition(":")[0] for line in caplog.messages}
+    assert said == {f" a last snapshot from step {first[0]} on" if first else " no last snapshot"}
+
+
+def test_a_rank_that_sigterm_does_not_reach_keeps_nobody(threads: Any) -> None:
+    def one(rank: int) -> list[bool]:
+        world = _calls.open_world(Settings.of({}), Location("run"))
+        last = LastSnapshot(0.2, lambda: 0.0, world, "last")
+        if rank == 0:
+            return []
+        found = [last.is_due(1)]
+        last.hold(lambda: found.append(True))
+        return [*found, last.is_due(2)]
+
+    assert threads(2, one)[1] == [False, True, False]
+
+
+def test_ranks_take_a_last_snapshot(ranks: Any, tmp_path: Path) -> None:
     script = """
-import os, sys
+import os, signal, sys
+import numpy as np
 import datastates as ds
-from datastates.errors import SettingsError
-try:
-    ds.Checkpointer(sys.argv[1], every=5, grace=30, handle_sigterm=True, rank=int(os.environ["RANK"]), world_size=2)
-except SettingsError as error:
-    print(error)
+from datastates.providers import HostTensorProvider
+
+rank = int(os.environ["RANK"])
+called = []
+signal.signal(signal.SIGTERM, lambda *_: called.append(True))
+options = dict(rank=rank, world_size=2, host_cache="4MiB", block="1MiB")
+with ds.Checkpointer(sys.argv[1], every=10**6, grace="10min", handle_sigterm=True, **options) as ckpt:
+    def save(step):
+        return ckpt.snapshot([HostTensorProvider(f"s{rank}", {"w": np.full(1000, step)})], step=step)
+    save(1).wait_committed()
+    step = 1
+    while not called:
+        step += 1
+        if step == 5 + 10 * rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ckpt.due(step):
+            save(step)
+            print(step, flush=True)
 """
-    done = ranks(2, script, tmp_path)
-    assert {d.stdout for d in done} == {"grace: only a single rank can take a last snapshot: leave it out\n"}
+    first, second = ranks(2, script, tmp_path / "run")
+    assert first.stdout == second.stdout
+    assert int(first.stdout) >= 15
+    assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == [
+        "step-00000001",
+        f"step-{int(first.stdout):08}",
+    ]

@@ -6,93 +6,93 @@ import threading
 
 import pytest
 
+from datastates.ranks.world import SoloWorld
 from datastates.saving.last_snapshot import LastSnapshot
 
 
 class Held:
-    """A LastSnapshot whose SIGTERM has come, with a thread that holds it back."""
+    """A LastSnapshot whose SIGTERM has come after step 6, with a thread that holds it back."""
 
-    def __init__(self, grace: float, needed: float | None) -> None:
-        self.asked, self.finished = threading.Event(), threading.Event()
-        self.needed = needed
-        self.last = LastSnapshot(grace, self._needed)
-        self.thread = threading.Thread(target=self.last.hold, args=[self.finished.set], daemon=True)
+    def __init__(self, grace: float, needed: float | None, *, pace: float = 1.0, asked: int = 2) -> None:
+        self.now, self.go_on, self.finished = 0.0, threading.Event(), threading.Event()
+        self.last = LastSnapshot(grace, lambda: needed, SoloWorld(), "last", lambda: self.now)
+        for step in range(7 - asked, 7):
+            assert not self.last.is_due(step)
+            self.now += pace
+        self.thread = threading.Thread(target=self.last.hold, args=[self._finish], daemon=True)
         self.thread.start()
+        while self.last._end is None:
+            pass
 
-    def _needed(self) -> float | None:
-        self.asked.set()
-        return self.needed
+    def _finish(self) -> None:
+        self.finished.set()
+        self.go_on.wait(60)
 
-    def __enter__(self) -> Held:
-        assert self.asked.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Let the signal go."""
+        assert self.finished.wait(60)
+        self.go_on.set()
         self.thread.join(60)
-        assert self.finished.is_set()
-        assert self.last.is_due(99) is None  # a handler that returns lets training go on
+        assert not self.thread.is_alive()
 
 
-def test_before_sigterm_it_says_nothing() -> None:
-    last = LastSnapshot(30, lambda: 1.0)
-    assert last.is_due(1) is None
+def test_before_sigterm_nothing_is_due() -> None:
+    last = LastSnapshot(30, lambda: 1.0, SoloWorld(), "last")
+    assert not last.is_due(1)
     last.settle()
-    assert last.is_due(2) is None
+    assert not last.is_due(2)
 
 
 def test_it_is_due_once_and_then_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    with Held(1000, 3.0) as held:
-        assert held.last.is_due(7) is True
-        assert not held.finished.is_set()
-        held.last.settle()  # the snapshot is in flight
-    (line,) = caplog.messages
-    assert line.startswith("SIGTERM: a last snapshot after step 7: it needs 3.0 s, ")
+    held = Held(1000, 3.0)
+    assert held.last.is_due(7)
+    assert not held.finished.is_set()
+    held.last.settle()  # the snapshot is in flight
+    held.end()
+    assert caplog.messages == ["SIGTERM: a last snapshot from step 7 on: it needs 3.0 s, and a step 1.0 s, of 1000.0 s"]
+    assert not held.last.is_due(8)  # a handler that returns lets training go on
 
 
 def test_a_loop_that_takes_no_snapshot_after_the_answer_is_not_waited_for() -> None:
-    with Held(1000, 3.0) as held:
-        assert held.last.is_due(7) is True
-        assert held.last.is_due(8) is False
+    held = Held(1000, 3.0)
+    assert [held.last.is_due(step) for step in (7, 8)] == [True, False]
+    held.end()
 
 
-@pytest.mark.parametrize(("needed", "why"), [(2000.0, "it needs 2000.0 s, "), (None, "none was measured yet")])
+@pytest.mark.parametrize(
+    ("needed", "pace", "asked", "why"),
+    [
+        (999.0, 0.1, 2, None),
+        (999.0, 1.0, 2, "it needs 999.0 s, and a step 1.0 s, of 1000.0 s"),
+        (None, 1.0, 2, "no snapshot was measured yet"),
+        (3.0, 1.0, 0, "due() was not called yet"),
+    ],
+)
 def test_what_is_not_durable_in_time_is_not_taken(
-    needed: float | None, why: str, caplog: pytest.LogCaptureFixture
+    needed: float | None, pace: float, asked: int, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Held(1000, needed):
-        pass
+    held = Held(1000, needed, pace=pace, asked=asked)
+    assert held.last.is_due(7) is (why is None)
+    held.last.settle()
+    held.end()
     (line,) = caplog.messages
-    assert line.startswith(f"SIGTERM: no last snapshot: {why}")
-    assert line.endswith("Those in flight are finished")
+    if why is not None:
+        assert line == f"SIGTERM: no last snapshot: {why}. Those in flight are finished"
 
 
-def test_while_those_in_flight_are_finished_nothing_is_due() -> None:
-    asked, go_on = threading.Event(), threading.Event()
-    last = LastSnapshot(1000, lambda: None)
-
-    def finish() -> None:
-        asked.set()
-        go_on.wait(60)
-
-    thread = threading.Thread(target=last.hold, args=[finish], daemon=True)
-    thread.start()
-    assert asked.wait(60)
-    assert last.is_due(3) is False
-    go_on.set()
-    thread.join(60)
-    assert last.is_due(4) is None
-
-
-def test_a_loop_that_asks_too_late_is_not_waited_for() -> None:
-    times = iter([0.0, 0.0, 28.0])  # SIGTERM; there is time; it is over
+def test_a_loop_that_asks_too_late_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 1.0, 1.0])  # two steps; SIGTERM
+    last = LastSnapshot(30, lambda: 3.0, SoloWorld(), "last", lambda: next(times, 30.0))
+    assert [last.is_due(1), last.is_due(2)] == [False, False]
     done: list[bool] = []
-    last = LastSnapshot(30, lambda: 29.999, lambda: next(times, 30.0))
     last.hold(lambda: done.append(True))
     assert done == [True]
+    assert caplog.messages[-1] == "SIGTERM: no last snapshot: due() was not called in time"
 
 
 def test_without_a_grace_time_nothing_waits() -> None:
     done: list[bool] = []
-    last = LastSnapshot(None, pytest.fail)
+    last = LastSnapshot(None, lambda: 1.0, SoloWorld(), "last")
     last.hold(lambda: done.append(True))
-    assert (done, last.is_due(1)) == ([True], None)
+    assert done == [True]
+    assert not last.is_due(1)
