@@ -21,7 +21,7 @@ def made() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Path]:
-    return {name: HERE / name for name in ("container.pt", "manifest.json")}
+    return {name: HERE / name for name in ("container.pt", "manifest.json", "manifest-2.json")}
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from datastates.state import dtypes
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 HERE = Path(__file__).parent
-CONTAINER, MANIFEST = "container.pt", "manifest.json"
+CONTAINER, MANIFEST, MANIFEST_2 = "container.pt", "manifest.json", "manifest-2.json"
 IDENTITY: dict[str, int | str] = {"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"}
 
 PATTERN = bytes(range(1, 97))
@@ -114,7 +114,8 @@ def build() -> dict[str, bytes]:
     made = manifest.Manifest(
         format=1, step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
     )
-    return {CONTAINER: data, MANIFEST: manifest.encode(made)}
+    newer = made.model_copy(update={"format": 2, "sequence": 7})
+    return {CONTAINER: data, MANIFEST: manifest.encode(made), MANIFEST_2: manifest.encode(newer)}
 
 
 def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:

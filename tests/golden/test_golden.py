@@ -18,6 +18,7 @@ from frameworks import ABSENT
 
 import datastates as ds
 from datastates.commit import manifest
+from datastates.container import index
 from datastates.container.file import open_container
 from datastates.container.index import encode_index
 from datastates.formats.own_verify import verify_catalog, verify_container
@@ -68,7 +69,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("name", ["container.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["container.pt", "manifest.json", "manifest-2.json"])
 def test_encoding_gives_the_golden_bytes(made: SimpleNamespace, golden: dict[str, Path], name: str) -> None:
     assert made.build()[name] == golden[name].read_bytes()
 
@@ -218,6 +219,15 @@ def test_decoding_gives_the_golden_manifest(golden: dict[str, Path]) -> None:
     assert decoded.created == "2026-01-31T12:00:00+00:00"
     assert len(decoded.containers) == 1
     assert (entry.file, entry.rank, entry.nbytes) == ("container.pt", 0, golden["container.pt"].stat().st_size)
+
+
+def test_each_format_of_the_page_about_versions_has_a_golden_file(golden: dict[str, Path]) -> None:
+    manifests = [manifest.decode(golden[n].read_bytes(), n) for n in ("manifest.json", "manifest-2.json")]
+    assert [m.format for m in manifests] == list(range(1, manifest.FORMAT_VERSION + 1))
+    assert [m.sequence for m in manifests] == [None, 7]
+    page = (Path(__file__).parents[2] / "docs" / "versions.md").read_text("utf-8")
+    release = ".".join(ds.__version__.split(".")[:2])
+    assert f"\n| {release} | {index.FORMAT_VERSION} | {manifest.FORMAT_VERSION} |" in page
 
 
 def test_golden_files_open_as_a_checkpoint(golden: dict[str, Path]) -> None:
