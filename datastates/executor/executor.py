@@ -221,6 +221,12 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-for _fault in faults.parse(os.environ.get("DATASTATES_FAULTS", "")):
-    if "." not in _fault.point:
-        _native.arm_fault(_fault.point, _fault.action, _fault.value, _fault.nth, 1)
+
+def arm_faults(text: str) -> None:
+    """Arm the points of the native core among those that ``text`` names as ``DATASTATES_FAULTS`` does."""
+    for fault in faults.parse(text):
+        if "." not in fault.point:
+            _native.arm_fault(fault.point, fault.action, fault.value, fault.nth, 1)
+
+
+arm_faults(os.environ.get("DATASTATES_FAULTS", ""))
