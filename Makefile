@@ -259,9 +259,11 @@ bench-scale: .venv/installed ## Measure and simulate 16,384 ranks; makes docs/sc
 
 # --- packaging ---------------------------------------------------------------------------------------------
 
-.PHONY: wheel
-wheel: ## Build dist/*.whl for PYTHON (default python3), self-contained
-	.ci/build-wheel $(PYTHON)
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+
+.PHONY: wheels
+wheels: ## Build dist/*.tar.gz and a self-contained dist/*.whl for each of PYTHONS, and try each
+	.ci/build-wheels $(PYTHONS)
 
 .PHONY: clean
 clean: ## Remove all that make made

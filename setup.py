@@ -32,7 +32,8 @@ SANITIZE = os.environ.get("DATASTATES_SANITIZE", "")
 
 LEVEL = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O1", "-g1"] if SANITIZE else ["-O3"]
 COMPILE_ARGS = ["-pthread", *LEVEL]
-LINK_ARGS = ["-pthread", "-Wl,--exclude-libs,ALL"]
+EXPORTS = "native/exports.map"
+LINK_ARGS = ["-pthread", f"-Wl,--version-script={EXPORTS}"]
 if SANITIZE:
     COMPILE_ARGS += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
     LINK_ARGS += [f"-fsanitize={SANITIZE}"]
@@ -62,7 +63,7 @@ def compiler(*args, **options):
 NATIVE = Pybind11Extension(
     "datastates._native",
     files("native/src", "*.cpp") + files("native/bindings", "*.cpp"),
-    depends=[*files("native", "*.hpp"), "setup.py"],
+    depends=[*files("native/include", "*.hpp"), *files("native/bindings", "*.hpp"), EXPORTS, "setup.py"],
     include_dirs=["native/include"],
     cxx_std=20,  # and -fvisibility=hidden, which pybind11 adds
     extra_compile_args=COMPILE_ARGS,
@@ -94,11 +95,11 @@ class BuildExt(build_ext):
             if compiler("-E", "-x", "c++", "-", input=f"#include <{header}>\n").returncode != 0:
                 raise SystemExit(f"{header} is not found: {NEEDED}")
             archive = f"lib{name}.a"
-            path = compiler(f"-print-file-name={archive}", check=True).stdout.strip()
-            if path == archive:  # not found
-                NATIVE.libraries.append(name)
-            else:
+            path = compiler(f"-print-file-name={archive}").stdout.strip()
+            if os.path.isabs(path):
                 NATIVE.extra_objects.append(path)
+            else:  # not found
+                NATIVE.libraries.append(name)
         with ParallelCompile("DATASTATES_BUILD_JOBS", needs_recompile=changed_since):
             super().build_extensions()
 

@@ -1,10 +1,11 @@
-"""What the build says where something that it needs is not installed."""
+"""What the build says where something that it needs is not installed, and what it packs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,20 @@ def test_a_missing_compiler_is_told_in_one_sentence(tmp_path: Path) -> None:
     said = build(tmp_path / "none", tmp_path)
     assert said.startswith(f"{tmp_path / 'none'} is not there: install ")
     assert APT in said
+
+
+def test_the_sdist_has_all_that_a_build_needs(tmp_path: Path) -> None:
+    egg, out = ["egg_info", "--egg-base", str(tmp_path)], ["sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "setup.py", "-q", *egg, *out], cwd=ROOT, capture_output=True, check=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ["datastates", "providers", "adapters", "native/include", "native/src", "native/bindings"]
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "native/LICENSE", "native/exports.map", *folders]
+    listed = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert packed >= set(listed.stdout.splitlines())
+
+
+@pytest.mark.by_hand
+def test_a_wheel_is_built_from_the_sdist_and_runs() -> None:
+    built = subprocess.run([ROOT / ".ci" / "build-wheels", sys.executable], check=False)
+    assert built.returncode == 0
