@@ -114,11 +114,11 @@ class LastSnapshot:
     def _hear(self, step: int | None, why: str) -> None:
         if self._answer:
             return
-        self._answer.setdefault("step", step)
         if step is None:
             _log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
         else:
             _log.warning("SIGTERM: a last snapshot from step %d on: %s", step, why)
+        self._answer.setdefault("step", step)  # after the line, as the process may end once it is there
         self._bell.ring()
 
 
