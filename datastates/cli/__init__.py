@@ -1,4 +1,4 @@
-"""The command ``datastates``: ls, inspect, verify, diff and export. Only ``export`` imports a framework."""
+"""The command ``datastates``. Only its ``export``, and ``diff --values``, import a framework."""
 
 from datastates.cli.commands import main
 

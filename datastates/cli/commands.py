@@ -1,4 +1,4 @@
-"""The command line: ``datastates ls|inspect|verify|diff|export|advise``. Only ``export`` imports a framework."""
+"""The command line: ``datastates ls`` and so on. Only ``export``, and ``diff --values``, import a framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from datastates import _calls
-from datastates.cli import advise, export, output
+from datastates.cli import advise, export, output, timeline
 from datastates.cli.diff import diff
 from datastates.cli.inspect import inspect
 from datastates.cli.ls import ls
@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SOURCE", type=_path, help=_SOURCE)
     _add_step(command)
     export.add_arguments(command, _path)
+    timeline.add_arguments(_add(commands, "timeline", timeline.timeline, timeline.WHAT), _path)
     advise.add_arguments(_add(commands, "advise", advise.advise, advise.WHAT))
     return parser
 
