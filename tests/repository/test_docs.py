@@ -67,3 +67,33 @@ def test_the_tests_of_the_guarantees_are_there() -> None:
     named = re.findall(r"`(tests/[\w/.]+)`", (ROOT / "docs" / "guarantees.md").read_text())
     assert named
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def table_below(page: Path, title: str) -> dict[str, list[str]]:
+    """The first table below a title: the cells of each row by its first cell."""
+    lines = iter(page.read_text().partition(title)[2].splitlines())
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        if line.startswith("| ") and "---" not in line:
+            first, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
+            rows[first] = cells
+        elif rows:
+            return rows
+    raise AssertionError(f"{page.name} has no table below {title!r}")
+
+
+@pytest.mark.parametrize(
+    ("column", "chapter", "peers"),
+    [
+        (0, "### Training a GPT on the GPU", ("torch_checkpointing async", "DCP async", "torch.save/load")),
+        (1, "### Durable write", ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
+        (2, "### Cold restore in place", ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
+    ],
+)
+def test_the_figures_of_the_first_page_are_those_of_the_benchmarks(
+    column: int, chapter: str, peers: tuple[str, ...]
+) -> None:
+    measured = table_below(ROOT / "docs" / "benchmarks.md", chapter)
+    shown = [cells[column] for cells in list(table_below(ROOT / "README.md", "# datastates").values())[1:]]
+    for said, row in zip(shown, ("datastates", *peers), strict=False):
+        assert float(said.split()[0]) == float(f"{float(measured[row][0].split()[0]):.2g}"), row
