@@ -10,10 +10,9 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from datastates import _calls
-from datastates.cli import advise, export, output, timeline
+from datastates.cli import advise, completion, export, ls, output, timeline
 from datastates.cli.diff import diff
 from datastates.cli.inspect import inspect
-from datastates.cli.ls import ls
 from datastates.cli.output import OutputError, WrongCallError, print_json, printable, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
@@ -81,10 +80,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
+    completion.add_argument(parser, _path)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    what = "list the checkpoints in a directory, and what interrupted runs left there"
-    command = _add(commands, "ls", ls, what)
-    command.add_argument("path", metavar="PATH", type=_path, help="a directory of checkpoints, or a checkpoint")
+    ls.add_arguments(_add(commands, "ls", ls.ls, ls.WHAT), _path)
     what = "show what a checkpoint holds: keys, types, shapes, sizes, places"
     command = _add(commands, "inspect", inspect, what)
     command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from datastates.cli.output import print_json, printable, say
+from datastates.cli.output import flush, print_json, printable, say
 from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import tier_of
@@ -15,44 +17,77 @@ from datastates.formats import own, recognise
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
+WHAT = "list the checkpoints in a directory, and what interrupted runs left there"
+_SECONDS = 2.0
+"""Seconds from one look to the next, with ``--watch``."""
+
+
+class _Listing(NamedTuple):
+    """What a directory has: descriptions of checkpoints, names of debris and of entries without a manifest.
+
+    ``others`` has the format of each checkpoint of another format, by name.
+    """
+
+    found: list[dict[str, Any]]
+    left: list[str]
+    foreign: list[str]
+    others: dict[str, str]
+
 
 def ls(arguments: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    path: Location = arguments.path
+    """Run the command; returns the exit status. With ``--watch``, it ends by an interrupt only."""
+    listing = _look(arguments.path)
+    _print(listing, arguments)
+    while arguments.watch:
+        flush()
+        time.sleep(_SECONDS)
+        if (now := _look(arguments.path)) != listing:
+            listing = now
+            say("")
+            _print(listing, arguments)
+    if not any(listing):
+        return 2
+    return 1 if any("error" in e for e in listing.found) else 0
+
+
+def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
+    """Add the arguments to the command's parser. ``path`` makes a location of an argument."""
+    command.add_argument("path", metavar="PATH", type=path, help="a directory of checkpoints, or a checkpoint")
+    command.add_argument("--watch", action="store_true", help="list again whenever something has changed, until Ctrl-C")
+
+
+def _look(path: Location) -> _Listing:
     kind = recognise.recognise(path)
-    found: list[dict[str, Any]] = []
-    left: list[str] = []
-    foreign: list[str] = []
-    others: dict[str, str] = {}
     if kind is own and store_of(path).is_folder(path):
-        found = [_describe(path)]
-    elif kind is not None:
-        others = {path.name or str(path): kind.NAME}
-    elif store_of(path).is_folder(path):
-        tier = tier_of(path)
-        by_age = newest.by_age(tier)
-        for age, (step, one) in enumerate(by_age.items()):
-            later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
-            found.append({**_describe(one), "step": step, "superseded_by": later})
-        left = [one.name for one in tier.debris()]
-        foreign = [one.name for one in directories.without_manifest(path)]
-        others = recognise.others(path, {*(one.name for one in directories.steps(path)), *left, *foreign})
-    else:
+        return _Listing([_describe(path)], [], [], {})
+    if kind is not None:
+        return _Listing([], [], [], {path.name or str(path): kind.NAME})
+    if not store_of(path).is_folder(path):
         raise CheckpointNotFoundError(f"{path} is neither a directory nor a checkpoint")
+    tier, found = tier_of(path), []
+    by_age = newest.by_age(tier)
+    for age, (step, one) in enumerate(by_age.items()):
+        later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
+        found.append({**_describe(one), "step": step, "superseded_by": later})
+    left = [one.name for one in tier.debris()]
+    foreign = [one.name for one in directories.without_manifest(path)]
+    others = recognise.others(path, {*(one.name for one in directories.steps(path)), *left, *foreign})
+    return _Listing(found, left, foreign, others)
+
+
+def _print(listing: _Listing, arguments: argparse.Namespace) -> None:
+    found, left, foreign, others = listing
     if arguments.json:
         listed = [{"name": name, "format": what} for name, what in others.items()]
         print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
-    elif found or left or foreign or others:
+    elif any(listing):
         rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""], *map(_row, found)]
         rows += [["-", "debris", "", "", name, ""] for name in left]
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
         rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
         print_table(rows, numbers=(0, 2, 3))
     else:
-        say(f"no checkpoints in {path}")
-    if not (found or left or foreign or others):
-        return 2
-    return 1 if any("error" in e for e in found) else 0
+        say(f"no checkpoints in {arguments.path}")
 
 
 def _describe(path: Location) -> dict[str, Any]:

@@ -117,3 +117,23 @@ def test_each_file_of_a_dcp_checkpoint_is_verified(tmp_path: Path, capsys: pytes
     dcp.save({"w": torch.ones(1000)}, storage_writer=DataStatesStorageWriter(tmp_path), no_dist=True)
     (file,) = tmp_path.glob("*.distcp")
     assert run(capsys, "verify", file)[0] == 0
+
+
+def test_ls_watches_until_an_interrupt(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            shutil.copytree(root / "step-00000085", root / "step-00000085.r7")
+        if looks == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", pause)
+    assert commands.main(["ls", "--watch", str(root)]) == 130
+    said = capsys.readouterr().out
+    assert said.count("STEP") == 2
+    assert said.count("step-00000085.r7") == 1
