@@ -64,7 +64,7 @@ def main() -> None:
     if arguments.train is not None:
         print(json.dumps(dataclasses.asdict(train(make_model(), arguments.train, killed=arguments.kill))))
         return
-    with tempfile.TemporaryDirectory(dir=".", prefix="demo-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="datastates-demo-") as scratch:
         _tell(Path(scratch))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,12 @@ from datastates.demo.training import STEPS, train
 
 
 def test_the_story(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "datastates.demo"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command, environment = [sys.executable, "-m", "datastates.demo"], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"Resumed at step 20; all {STEPS} losses equal to the last bit" in done.stdout
     assert "partial" in done.stdout  # what the killed process left
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("datastates-demo-*")) == []
 
 
 def test_the_network_without_torch_learns(tmp_path: Path) -> None:
