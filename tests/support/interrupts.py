@@ -16,13 +16,18 @@ class Interrupt(BaseException):
 
 
 def exits(code: CodeType) -> set[int]:
-    """Offsets in a function at which a ``with`` block is about to be left. Python handles no signals there."""
+    """Offsets in a function where a ``with`` block or a handler is about to be left. Python handles no signals there.
+
+    An exception that a tracer raises where a handler is left would keep the handled one alive for ever, and its frames.
+    """
     found, before = set(), collections.deque[dis.Instruction](maxlen=4)
     for one in dis.get_instructions(code):
         named = [(each.opname, each.argval) for each in before]
         if one.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and named[-3:] == [("LOAD_CONST", None)] * 3:
             # a result is put aside before
             found |= {each.offset for each in before if each is before[-3] or each.opname in ("SWAP", "ROT_TWO")}
+        if one.opname == "POP_EXCEPT":
+            found.add(one.offset)
         before.append(one)
     return found
 
