@@ -19,6 +19,10 @@ _STEPS = 2
 """Most steps that a rank does until the snapshot: it ends the one it is in, and another rank may be one ahead."""
 
 
+_PATIENCE = 2
+"""A rank gives up after the grace time by this number: a later answer would come too late."""
+
+
 class LastSnapshot:
     """Decides about a last snapshot once SIGTERM has come. Thread-safe.
 
@@ -36,6 +40,7 @@ class LastSnapshot:
         world: World,
         name: str,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """Begin before SIGTERM.
 
@@ -45,12 +50,14 @@ class LastSnapshot:
             world: The ranks that save together.
             name: A name for their vote, the same on all ranks.
             clock: Seconds on a monotonic clock.
+            wall: Seconds on a clock that all ranks have.
         """
         self._grace = grace
         self._needed = needed
         self._world = world
         self._name = name
         self._clock = clock
+        self._wall = wall
         self._asked: tuple[int, float, float] | None = None  # the last step, when it was, and how long it took
         self._end: float | None = None  # when the process is killed, while SIGTERM is held back
         self._answer: dict[str, int | None] = {}  # the first step to save at; setdefault() keeps the first answer
@@ -88,13 +95,13 @@ class LastSnapshot:
         self._end = end = self._clock() + self._grace
         step, _, pace = self._asked or (None, 0.0, 0.0)  # read after the end was set: a later step waits for the answer
         needed = self._needed()
-        vote = DONE + pack([step, pace, needed, self._grace])
+        vote = DONE + pack([step, pace, needed, self._grace, self._wall()])
         try:
             start(threading.Thread(target=self._vote, args=[vote], name="datastates-last", daemon=True))
         except DatastatesError as error:
             self._hear(None, str(error))
-        # later, the other ranks' answer would come too late; they may not have got SIGTERM at all
-        if not self._bell.wait_for(lambda: self._answer, self._grace / 2):
+        # the other ranks may not have got SIGTERM at all
+        if not self._bell.wait_for(lambda: self._answer, self._grace / _PATIENCE):
             self._hear(None, "the other ranks did not answer in time")
         if self._answer["step"] is not None and needed is not None:
             if self._bell.wait_for(lambda: self._is_told, max(0.0, end - needed - self._clock())):
@@ -124,11 +131,13 @@ class LastSnapshot:
 
 def _decide(votes: Mapping[int, bytes]) -> bytes:
     """On rank 0: the first step to save at, None for no last snapshot, and the reason."""
-    steps, paces, needs, graces = zip(*(unpack(vote[1:]) for vote in votes.values()), strict=True)
+    steps, paces, needs, graces, came = zip(*(unpack(vote[1:]) for vote in votes.values()), strict=True)
     if None in steps:
         return pack([None, "due() was not called yet"])
     if None in needs:
         return pack([None, "no snapshot was measured yet"])
     needed, pace, grace = max(needs), max(paces), min(graces)
+    if (apart := max(came) - min(came)) > 0.8 * grace / _PATIENCE:  # else a rank may have given up by now
+        return pack([None, f"SIGTERM reached the ranks {apart:.1f} s apart"])
     step = max(steps) + 1 if needed + _STEPS * pace <= grace else None
     return pack([step, f"it needs {needed:.1f} s, and a step {pace:.1f} s, of {grace:.1f} s"])

@@ -110,6 +110,29 @@ def test_a_rank_that_sigterm_does_not_reach_keeps_nobody(threads: Any) -> None:
     assert threads(2, one)[1] == [False, True, False]
 
 
+@pytest.mark.parametrize("apart", [100.0, 600.0])
+def test_a_rank_that_sigterm_reaches_after_another_gave_up_takes_no_last_snapshot_alone(
+    apart: float, threads: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank gives up after half of the grace time of 1000 s."""
+
+    def one(rank: int) -> bool:
+        world = _calls.open_world(Settings.of({}), Location("run"))
+        last = LastSnapshot(1000, lambda: 1.0, world, "last", wall=lambda: apart * rank)
+        assert not last.is_due(1)
+        held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
+        held.start()
+        while last._end is None and held.is_alive():
+            pass
+        found = last.is_due(2)
+        last.settle()
+        held.join(60)
+        return found
+
+    assert threads(2, one) == [apart == 100.0] * 2
+    assert ("100" if apart == 100.0 else "SIGTERM reached the ranks 600.0 s apart") in caplog.messages[0]
+
+
 def test_ranks_take_a_last_snapshot(ranks: Any, tmp_path: Path) -> None:
     script = """
 import os, signal, sys
