@@ -14,7 +14,7 @@ from datastates.saving.advice import advice
 WHAT = "say what a trace of snapshots implies: how often to save, how large a cache, and whether storage is the limit"
 
 
-def advise(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         found = advice(read_trace(arguments.trace), arguments.mtbf)

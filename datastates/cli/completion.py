@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
+from datastates.cli.arguments import as_location
 from datastates.cli.output import WrongCallError, say
 
 _SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add_argument(parser: argparse.ArgumentParser, path: Callable[[str], object]) -> None:
-    """Add the option to the parser of all commands. ``path`` is the type of arguments that are paths."""
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option to the parser of all commands."""
     text = "print what completes this command in a shell, and exit"
-    parser.add_argument("--print-completion", choices=_SHELLS, action=_Print, const=path, help=text)
+    parser.add_argument("--print-completion", choices=_SHELLS, action=_Print, help=text)
 
 
 class _Print(argparse.Action):
-    """Prints the completion. ``const`` is the type of arguments that are paths."""
-
     def __call__(self, parser: argparse.ArgumentParser, space: object, shell: Any, option: str | None = None) -> None:
         """Print and exit; raises WrongCallError without shtab."""
         try:
@@ -27,7 +25,7 @@ class _Print(argparse.Action):
         except ImportError:
             raise WrongCallError("--print-completion needs shtab: pip install 'datastates[cli]'") from None
         for action in _actions(parser):
-            if action.type is self.const:
+            if action.type is as_location:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it
         say(shtab.complete(parser, shell))
         parser.exit()

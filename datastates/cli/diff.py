@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from datastates import _calls
+from datastates.cli.arguments import add_step, as_location
 from datastates.cli.compare import Differences, compare
 from datastates.cli.distance import Distance, distance
 from datastates.cli.output import print_json, printable, say
@@ -20,8 +21,19 @@ from datastates.executor.make import make_small_executor
 from datastates.formats.format import Opened
 from datastates.reading.pieces import are_numbers, pieces
 
+WHAT = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
 
-def diff(arguments: argparse.Namespace) -> int:
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments to the command's parser."""
+    for name in ("A", "B"):
+        command.add_argument(name, type=as_location, help="as for inspect")
+    add_step(command)
+    what = "read the tensors of other contents, and say how many elements differ, and how far"
+    command.add_argument("--values", action="store_true", help=what)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     with (
         _calls.opened(arguments.A, arguments.step, IN_SHELL) as a,

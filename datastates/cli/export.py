@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 
 from datastates import _calls
+from datastates.cli.arguments import add_checkpoint, as_location
 from datastates.cli.output import WrongCallError, print_json, printable, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
@@ -15,23 +15,22 @@ from datastates.errors import FormatError
 from datastates.exporting.export import CASTS
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
-from datastates.storage.location import Location
 
 WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
-"""The command's description in its help."""
 _OPTION = re.compile("(keys|rename|dtype|shard_size|step):")
 """The beginning of an error message about an argument of ``export()``. The shell knows the argument as an option."""
 PATTERN = "re:"
 """Prefix of a rename by a regular expression."""
 
 
-def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
-    """Add all arguments but the source to the command's parser; ``path`` parses a path."""
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments to the command's parser."""
+    add_checkpoint(command, "source")
     add = command.add_argument
     add(
         "target",
         metavar="TARGET",
-        type=path,
+        type=as_location,
         help="what to make. A name that ends in .safetensors: one file; in .pt, .pth, .bin or .ckpt: one file that "
         "torch.load opens, with a flat dict of tensors; any other: a folder of safetensors files",
     )
@@ -47,7 +46,7 @@ def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Locati
     add("--shard-size", metavar="SIZE", help="most bytes of tensors in a file of a folder; default: 5GB")
 
 
-def export(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         with progress_bar("export", quiet=arguments.json) as progress:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from datastates import _calls
+from datastates.cli.arguments import add_checkpoint
 from datastates.cli.modules import Module, modules
 from datastates.cli.output import print_json, printable, say
 from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_table
@@ -17,8 +18,16 @@ from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.reading.tensors import TensorFile
 
+WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
 
-def inspect(arguments: argparse.Namespace) -> int:
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments to the command's parser."""
+    add_checkpoint(command, "path")
+    command.add_argument("--keys", metavar="GLOB", default="*", help="only keys that match, as of a shell")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
         files = opened.files

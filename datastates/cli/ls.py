@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from datastates.cli.arguments import as_location
 from datastates.cli.output import flush, print_json, printable, say
 from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest
@@ -34,7 +34,7 @@ class _Listing(NamedTuple):
     others: dict[str, str]
 
 
-def ls(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status. With ``--watch``, it ends by an interrupt only."""
     listing = _look(arguments.path)
     _print(listing, arguments)
@@ -50,9 +50,9 @@ def ls(arguments: argparse.Namespace) -> int:
     return 1 if any("error" in e for e in listing.found) else 0
 
 
-def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
-    """Add the arguments to the command's parser. ``path`` makes a location of an argument."""
-    command.add_argument("path", metavar="PATH", type=path, help="a directory of checkpoints, or a checkpoint")
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments to the command's parser."""
+    command.add_argument("path", metavar="PATH", type=as_location, help="a directory of checkpoints, or a checkpoint")
     command.add_argument("--watch", action="store_true", help="list again whenever something has changed, until Ctrl-C")
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
+from datastates.cli.arguments import as_location
 from datastates.cli.output import WrongCallError, print_json, say
 from datastates.cli.show import as_size
 from datastates.cli.timeline_page import page
 from datastates.executor.timeline import read_trace
 from datastates.storage import store_of
-from datastates.storage.location import Location
 
 WHAT = "draw a trace of snapshots, restores or a run as one page of HTML"
-"""The command's description in its help."""
 
 
-def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Location]) -> None:
-    """Add the arguments to the command's parser; ``path`` parses a path."""
-    command.add_argument("trace", metavar="TRACE", type=path, help="a file that trace() has written")
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments to the command's parser."""
+    command.add_argument("trace", metavar="TRACE", type=as_location, help="a file that trace() has written")
     what = "the page to write; an existing file is replaced"
-    command.add_argument("-o", "--output", metavar="OUT.html", type=path, required=True, help=what)
+    command.add_argument("-o", "--output", metavar="OUT.html", type=as_location, required=True, help=what)
 
 
-def timeline(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     trace, output = arguments.trace, arguments.output
     try:

@@ -1,0 +1,38 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+
+from datastates.commit.names import checked_step
+from datastates.storage import location
+from datastates.storage.location import Location
+
+
+def as_location(text: str) -> Location:
+    """The type of arguments that are paths; raises argparse.ArgumentTypeError for an address."""
+    try:
+        location.refuse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Location(text)
+
+
+def add_checkpoint(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the argument ``name`` for a checkpoint, and the option ``--step``."""
+    what = "a checkpoint, a directory of them (the newest), or a file or folder of another format"
+    command.add_argument(name, metavar=name.upper(), type=as_location, help=what)
+    add_step(command)
+
+
+def add_step(command: argparse.ArgumentParser) -> None:
+    """Add the option ``--step``."""
+    what = "the step in a directory of checkpoints; default: the newest"
+    command.add_argument("--step", type=_step, metavar="N", help=what)
+
+
+def _step(text: str) -> int:
+    try:
+        return checked_step(int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: an integer from 0 on") from None
