@@ -78,7 +78,7 @@ class OwnCheckpoint:
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read the whole checkpoint as :func:`datastates.reading.whole_checkpoint.load` does."""
-        return whole_checkpoint.load_opened(self._path, self.files, executor, trust=trust, into=into)
+        return whole_checkpoint.load(self._path, self.files, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with the bytes that the rest of the checkpoint implies.

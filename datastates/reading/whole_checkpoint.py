@@ -23,7 +23,6 @@ from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, pl
 from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
-from datastates.reading.every_container import open_all
 from datastates.reading.fill import as_referred, fill
 from datastates.reading.new_arrays import NewArrays
 from datastates.reading.new_tensors import FoundTensor, reserve
@@ -38,18 +37,21 @@ READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
 
 
+@gc_pause.paused()
 def load(
     path: Location,
+    sources: Sequence[Container],
     executor: Callable[[int], Executor],
     *,
     trust: Trust,
     into: Into = AS_SAVED,
     place: Callable[[Any], Any] = lambda block: block,
 ) -> dict[str, Any]:
-    """Read a checkpoint directory, or one container file, as nested arrays and objects.
+    """Read a checkpoint, or one container file, as nested arrays and objects.
 
     Args:
-        path: A checkpoint directory, a directory of checkpoints (the newest is read), or one container file.
+        path: The checkpoint directory or the file.
+        sources: Its opened containers.
         executor: Makes an executor for reading a number of bytes.
         trust: As for :func:`datastates.load`.
         into: Library and device of the new arrays.
@@ -59,20 +61,6 @@ def load(
     Raises:
         DatastatesError: As for :func:`datastates.load`.
     """
-    return load_opened(path, open_all(path), executor, trust=trust, into=into, place=place)
-
-
-@gc_pause.paused()
-def load_opened(
-    path: Location,
-    sources: Sequence[Container],
-    executor: Callable[[int], Executor],
-    *,
-    trust: Trust,
-    into: Into = AS_SAVED,
-    place: Callable[[Any], Any] = lambda block: block,
-) -> dict[str, Any]:
-    """As :func:`load`, with the opened containers at ``path``."""
     pickle_reader.check_trust(trust)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
     arrays = _WholeTensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)

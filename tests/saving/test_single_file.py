@@ -80,7 +80,9 @@ def test_its_memory_may_be_placed_elsewhere(tmp_path: Path, write_file: Any) -> 
         placed.append(torch.full_like(block, 255))
         return placed[-1]
 
-    found: Any = whole_checkpoint.load(path, lambda n: make_executor(SETTINGS, n), trust=(), place=place)
+    found: Any = whole_checkpoint.load(
+        path, [open_container(path)], lambda n: make_executor(SETTINGS, n), trust=(), place=place
+    )
     assert len(placed) == 1
     assert found["module"]["b"].untyped_storage().data_ptr() == placed[0].data_ptr()
     assert torch.equal(found["module"]["b"], state()["module"]["b"])

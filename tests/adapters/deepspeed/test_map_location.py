@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from datastates.adapters.torch_loads import placed
+from datastates.adapters import torch_loads
 from datastates.config import IoSettings
 from datastates.errors import CorruptError
-from datastates.executor.make import make_executor
-from datastates.reading import whole_checkpoint
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
 def load(path: Path, map_location: Any) -> Any:
-    place = placed(map_location)
-    return whole_checkpoint.load(path, lambda nbytes: make_executor(SETTINGS, nbytes), trust="all", place=place)
+    return torch_loads.load(path, SETTINGS, map_location, trust="all")
 
 
 def forms(device: str) -> dict[str, Any]:
