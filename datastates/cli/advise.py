@@ -1,4 +1,4 @@
-"""The command ``datastates advise``: says what the trace of a run's snapshots implies for its settings."""
+"""The command ``datastates advise``: says what the trace of a snapshot or of a run implies for the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datastates.config import Duration
 from datastates.executor.timeline import read_trace
 from datastates.saving.advice import advice
 
-WHAT = "say what a trace of snapshots implies: how often to save, how large a cache, and whether storage is the limit"
+WHAT = "say what a trace implies: how often to save, how large a cache, and whether storage is the limit"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments to the command's parser."""
-    command.add_argument("trace", metavar="TRACE", help="a file that Snapshot.trace() has written")
+    command.add_argument(
+        "trace", metavar="TRACE", help="a file that Snapshot.trace() or Checkpointer.trace() has written"
+    )
     command.add_argument(
         "--mtbf", type=_duration, metavar="TIME", help="mean time between failures of the job, such as 6h"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from datastates import _native
-from datastates.executor.timeline import TRAINING_THREAD, Span
+from datastates.executor.timeline import GPU_COPIES, TRAINING_THREAD, Span
 from datastates.planning.plans import ReadPlan
 
 WriteJob = _native.WriteJob
@@ -32,7 +32,7 @@ def _track(stage: str, number: int) -> str:
         return _TRACKS[stage].format(number)
     if number >= _WORKERS:
         return f"worker {number - _WORKERS}"
-    return ("capture thread", TRAINING_THREAD)[number] if number < 2 else f"copies from GPU {number - 2}"
+    return ("capture thread", TRAINING_THREAD)[number] if number < 2 else f"{GPU_COPIES} {number - 2}"
 
 
 def timeline(job: WriteJob | _native.ReadJob) -> list[Span]:

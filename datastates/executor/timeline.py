@@ -43,8 +43,12 @@ In the stage ``wait``, the thread that called ``restore()`` waits for the reads 
 """
 TRAINING_THREAD = "training thread"
 """Name of the track of the thread that calls ``snapshot()`` or ``restore()``."""
+GPU_COPIES = "copies from GPU"
+"""Begin of the names of the tracks of a GPU's copies; its number follows."""
 STEP = "step"
 """Name of the spans from one optimizer step to the next, in the trace of a run."""
+SNAPSHOTS = "snapshots"
+"""Name of the track of whole snapshots, in the trace of a run."""
 
 
 class Span(NamedTuple):
@@ -56,6 +60,7 @@ class Span(NamedTuple):
         track: Name of the thread, CUDA stream or slot of a ring that did the work.
         begin, end: Seconds on the monotonic clock.
         nbytes: Number of bytes processed; 0 where that does not apply.
+        idle: Seconds between ``begin`` and ``end`` without work; 0 except in the trace of a run.
     """
 
     stage: str
@@ -63,6 +68,7 @@ class Span(NamedTuple):
     begin: float
     end: float
     nbytes: int
+    idle: float = 0.0
 
 
 @contextlib.contextmanager
@@ -113,7 +119,7 @@ def stages(spans: Sequence[Span], waits_for: Mapping[str, str] = WAITS_FOR) -> d
 def _sum(spans: list[Span], waits_for: str) -> Stage:
     busy, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda s: s.begin):
-        busy += max(0.0, span.end - max(span.begin, reached))
+        busy += max(0.0, span.end - max(span.begin, reached) - span.idle)
         reached = max(reached, span.end)
     return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), waits_for)
 
@@ -126,7 +132,7 @@ def coarse(spans: Sequence[Span], name: str, track: str) -> list[Span]:
     """Sum up the spans of one snapshot or restore in a few.
 
     The spans of a stage are on one track, which has the stage's name, and those with short gaps between them become
-    one. The spans of the training thread stay as they are.
+    one. A GPU's copies keep their track. The spans of the training thread stay as they are.
 
     Args:
         spans: All spans of the snapshot or the restore.
@@ -141,14 +147,16 @@ def coarse(spans: Sequence[Span], name: str, track: str) -> list[Span]:
     for span in sorted(spans, key=lambda s: s.begin):
         if span.track == TRAINING_THREAD:
             continue
-        before = last.get(span.stage)
-        if before is not None and span.begin - before.end < (end - begin) / _FINEST:
-            reached = max(before.end, span.end)
-            last[span.stage] = Span(span.stage, span.stage, before.begin, reached, before.nbytes + span.nbytes)
+        row = span.track if span.track.startswith(GPU_COPIES) else span.stage
+        before = last.get(row)
+        if before is not None and (gap := span.begin - before.end) < (end - begin) / _FINEST:
+            last[row] = before._replace(
+                end=max(before.end, span.end), nbytes=before.nbytes + span.nbytes, idle=before.idle + max(0.0, gap)
+            )
             continue
         if before is not None:
             found.append(before)
-        last[span.stage] = span._replace(track=span.stage)
+        last[row] = span._replace(track=row)
     return [*found, *last.values()]
 
 
@@ -170,7 +178,14 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
         spans = [e for e in events if e["ph"] == "X"]
         begins = [e["ts"] / 1e6 for e in spans]
         return [
-            Span(e["name"], tracks[e["pid"], e["tid"]], begin, begin + e["dur"] / 1e6, e["args"].get("bytes", 0))
+            Span(
+                e["name"],
+                tracks[e["pid"], e["tid"]],
+                begin,
+                begin + e["dur"] / 1e6,
+                e["args"].get("bytes", 0),
+                e["args"].get("idle_seconds", 0.0),
+            )
             for e, begin in zip(spans, begins, strict=True)
         ]
     except (KeyError, TypeError, AttributeError) as error:
@@ -204,7 +219,7 @@ def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str,
             "tid": rows[s.track],
             "ts": s.begin * 1e6,
             "dur": (s.end - s.begin) * 1e6,
-            "args": {"bytes": s.nbytes},
+            "args": {"bytes": s.nbytes, "idle_seconds": s.idle},
         }
         for s in ordered
     ]

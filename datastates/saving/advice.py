@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
-from datastates.executor.timeline import Span, Stage, stages
+from datastates.executor.timeline import GPU_COPIES, SNAPSHOTS, Span, Stage, stages
 from datastates.saving.cadence import best_interval
 
 _SHORT = 0.001
@@ -14,6 +17,7 @@ _SHORT = 0.001
 _MOST = 0.8
 """Share of the time until durable from which on the storage is what limits it."""
 _STAGES = ("stall", "gate", "cache_wait", "capture", "write")
+_WHOLE = "snapshot"
 _NONE = Stage(0.0, 0.0, 0, "")
 
 
@@ -30,25 +34,27 @@ class Advice(NamedTuple):
 
 
 def advice(spans: Sequence[Span], mtbf: float | None) -> list[Advice]:
-    """Advice from the spans of snapshots, as :meth:`~datastates.Snapshot.trace` writes them.
+    """Advice from a trace of one rank.
 
     Args:
-        spans: The spans of one or more snapshots of one rank. Spans of other stages are left out.
+        spans: The spans of one snapshot, as :meth:`~datastates.Snapshot.trace` writes them, or of a run, as
+            :meth:`~datastates.Checkpointer.trace` does. Of a run, only work counts that began while a snapshot was in
+            flight that is committed by now.
         mtbf: Mean time between failures in seconds, for advice on the interval; None if it is not known.
 
     Raises:
         ValueError: There is no committed snapshot.
     """
-    calls = sorted(span.begin for span in spans if span.stage == "stall")
-    commits = sorted(span.end for span in spans if span.stage == "commit")
-    if not calls or not commits:
+    committed = _committed(spans)
+    if not committed:
         raise ValueError("it has no snapshot from its call to its commit")
-    sums = stages([span for span in spans if span.stage in _STAGES], dict.fromkeys(_STAGES, ""))
+    work = [span for span in _begun_during(committed, spans) if span.stage in _STAGES]
+    sums = stages([*committed, *work], dict.fromkeys((*_STAGES, _WHOLE), ""))
     call, gate, room, capture, write = (sums.get(stage, _NONE) for stage in _STAGES)
-    count = len(calls)
+    count = len(committed)
     in_call, at_gates = call.busy_seconds / count, gate.busy_seconds / count
-    durable = median(end - begin for begin, end in zip(calls, commits, strict=False))
-    on_gpu = any(span.stage == "capture" and span.track.startswith("copies from GPU") for span in spans)
+    durable = median(one.end - one.begin for one in committed)
+    on_gpu = any(span.track.startswith(GPU_COPIES) for span in work)
     return [
         Advice(
             "cost",
@@ -57,8 +63,24 @@ def advice(spans: Sequence[Span], mtbf: float | None) -> list[Advice]:
         ),
         _on_interval(in_call + at_gates, durable, mtbf),
         *_on_caches(at_gates, room.busy_seconds / count, capture.nbytes // count, on_gpu=on_gpu),
-        _on_storage(write, durable * count),
+        _on_storage(write, sums[_WHOLE].busy_seconds),
     ]
+
+
+def _committed(spans: Sequence[Span]) -> list[Span]:
+    """A span from the call to the commit for each committed snapshot, by their begins."""
+    whole = [span for span in spans if span.track.startswith(SNAPSHOTS)]
+    if not whole:
+        calls, commits = ([span for span in spans if span.stage == stage] for stage in ("stall", "commit"))
+        return [Span(_WHOLE, SNAPSHOTS, calls[0].begin, commits[0].end, 0)] if calls and commits else []
+    ended = [span._replace(stage=_WHOLE) for span in whole if re.fullmatch(r"snapshot \d+", span.stage)]
+    return sorted(ended, key=lambda span: span.begin)
+
+
+def _begun_during(committed: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    begins = [one.begin for one in committed]
+    ends = [0.0, *accumulate((one.end for one in committed), max)]  # latest end of those begun before each
+    return [span for span in spans if span.begin <= ends[bisect_right(begins, span.begin)]]
 
 
 def _on_interval(cost: float, durable: float, mtbf: float | None) -> Advice:

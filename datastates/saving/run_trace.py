@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from datastates.executor.timeline import Span, coarse, write_trace
+from datastates.executor.timeline import SNAPSHOTS, Span, coarse, write_trace
 from datastates.saving import gate
 from datastates.saving.course import Course
 
@@ -50,4 +50,4 @@ class RunTrace:
 
 def _spans(course: Course) -> list[Span]:
     outcome = " failed" if course.error is not None else "" if course.ended else " in flight"
-    return coarse(course.spans(), f"snapshot {course.step}{outcome}", "snapshots")
+    return coarse(course.spans(), f"snapshot {course.step}{outcome}", SNAPSHOTS)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from command import run, run_json
+from hold import GATE, held
 
 import datastates as ds
+from datastates import _native
 from datastates.cli import commands
-from datastates.executor.timeline import TRAINING_THREAD, Span, read_trace, write_trace
+from datastates.executor import jobs
+from datastates.executor.timeline import SNAPSHOTS, STEP, TRAINING_THREAD, Span, coarse, read_trace, write_trace
 from datastates.providers import HostTensorProvider
 from datastates.saving.advice import advice
 from datastates.saving.cadence import best_interval
@@ -35,12 +39,18 @@ def spans(
     ]
 
 
+def in_run(step: int | str, found: list[Span]) -> list[Span]:
+    """The spans of a snapshot as the trace of a run has them."""
+    return coarse(found, f"snapshot {step}", SNAPSHOTS)
+
+
 def about(found: list[Any]) -> dict[str, str]:
     return dict(found)
 
 
 def test_the_cost_and_the_interval() -> None:
-    found = about(advice([*spans(gate=0.04), *spans(gate=0.06, begin=100.0)], 3600.0))
+    run = [*in_run(1, spans(gate=0.04)), *in_run(2, spans(gate=0.06, begin=100.0))]
+    found = about(advice(run, 3600.0))
     assert found["cost"] == (
         "training waited 60.0 ms for each of 2 snapshot(s), 10.0 ms in the call and 50.0 ms at gates; "
         "durable after 2.00 s"
@@ -79,6 +89,46 @@ def test_a_real_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.partition(": ")[0] for line in text.splitlines()] == ["cost", "every", "host_cache", "storage"]
     status, told = run_json(capsys, "advise", tmp_path / "t.json")
     assert (status, told["ok"], told["advice"][0]["about"]) == (0, True, "cost")
+
+
+def test_both_traces_of_a_snapshot_say_the_same() -> None:
+    waits = [Span("cache_wait", "waiting for the cache", 5.1 + n / 100, 5.102 + n / 100, 0) for n in range(80)]
+    one = [*spans(gate=0.2, gpu=True), *waits]
+    around = [
+        Span(STEP, TRAINING_THREAD, 4.0, 9.0, 0),
+        Span("write", "write", 1.0, 5.0, GB),
+    ]  # its snapshot is forgotten
+    assert advice([*around, *in_run(5, one)], 3600.0) == advice(one, 3600.0)
+
+
+def test_only_committed_snapshots_of_a_run_count() -> None:
+    one, overlapping = in_run(1, spans(gate=0.2)), in_run(2, spans(gate=0.2, begin=6.0))
+    others = [*in_run("3 failed", spans(begin=20.0)[:5]), *in_run("4 in flight", spans(begin=30.0)[:2])]
+    found = about(advice([*others, *overlapping, *one], None))
+    assert "for each of 2 snapshot(s), 10.0 ms in the call and 200.0 ms at gates; durable after 2.00 s" in found["cost"]
+    assert found["storage"].startswith("it wrote 1.00 GB/s, and was busy for 67 %")
+
+
+def test_a_real_run_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_track", lambda stage, _: "copies from GPU 0" if stage == "capture" else stage)
+    provider = HostTensorProvider("m", {"w": np.ones(8 << 20, "u1")}, lazy=True)
+    with ds.Checkpointer(tmp_path / "c", on_error="warn", host_cache="2MiB", block="1MiB") as checkpointer:
+        taken = []
+        for step in (1, 2):
+            with held("write", until=GATE):
+                taken.append(checkpointer.snapshot([provider], step=step))
+                checkpointer.gate()
+            checkpointer.wait()
+        _native.arm_fault("write", "fail", errno.EIO, 1, 1)
+        checkpointer.snapshot([provider], step=3)
+    checkpointer.trace(tmp_path / "run.json")
+    found = about(advice(read_trace(tmp_path / "run.json"), None))
+    stalls = [1e3 * snapshot.report.stall_seconds for snapshot in taken]
+    assert found["cost"].startswith(f"training waited {sum(stalls) / 2:.1f} ms for each of 2 snapshot(s), ")
+    assert "device_cache" in found, found
+    write = [snapshot.report.stages["write"] for snapshot in taken]
+    rate = sum(one.nbytes for one in write) / sum(one.busy_seconds for one in write) / 1e9
+    assert found["storage"].startswith(f"it wrote {rate:.2f} GB/s, and was busy for ")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X", "name": "stall"}]}'])

@@ -44,12 +44,15 @@ def test_an_unknown_stage_is_refused() -> None:
 
 
 def test_a_trace_has_one_row_a_track() -> None:
-    spans = [Span("write", "slot 0", 2.0, 3.0, 10), Span("stall", "training thread", 1.0, 1.5, 0)]
+    spans = [Span("write", "slot 0", 2.0, 3.0, 10, 0.5), Span("stall", "training thread", 1.0, 1.5, 0)]
     events = chrome_trace(spans, process=7, name="snapshot 3")["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "training thread", 1: "slot 0"}
     work = [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
-    assert work == [("stall", 0, 1e6, 0.5e6, {"bytes": 0}), ("write", 1, 2e6, 1e6, {"bytes": 10})]
+    assert work == [
+        ("stall", 0, 1e6, 0.5e6, {"bytes": 0, "idle_seconds": 0.0}),
+        ("write", 1, 2e6, 1e6, {"bytes": 10, "idle_seconds": 0.5}),
+    ]
     assert {e["pid"] for e in events} == {7}
 
 
@@ -110,14 +113,16 @@ def test_short_gaps_are_closed_and_slots_become_one_track() -> None:
         Span("write", "slot 1", 20.9, 30.0, 4),
         Span("write", "slot 0", 31.1, 100.0, 8),
         Span("capture", "capture", 2.0, 3.0, 16),
+        Span("capture", "copies from GPU 1", 2.5, 4.0, 32),
         Span("gate", TRAINING_THREAD, 1.5, 2.0, 0),
     ]
     assert sorted(coarse(spans, "snapshot 3", "snapshots")) == [
         Span("capture", "capture", 2.0, 3.0, 16),
+        Span("capture", "copies from GPU 1", 2.5, 4.0, 32),
         Span("gate", TRAINING_THREAD, 1.5, 2.0, 0),
         Span("snapshot 3", "snapshots", 0.0, 100.0, 0),
         Span("stall", TRAINING_THREAD, 0.0, 1.0, 0),
-        Span("write", "write", 10.0, 30.0, 7),
+        Span("write", "write", 10.0, 30.0, 7, pytest.approx(0.9)),
         Span("write", "write", 31.1, 100.0, 8),
     ]
     assert coarse([], "nothing", "snapshots") == []
@@ -128,6 +133,7 @@ def test_the_number_of_spans_of_a_snapshot_does_not_depend_on_its_size() -> None
     found = coarse(many, "snapshot 1", "snapshots")
     assert len(found) <= 101
     assert sum(span.nbytes for span in found) == 50_000
+    assert stages(found[1:])["write"].busy_seconds == pytest.approx(2500.0)
 
 
 def test_spans_that_cross_are_in_rows_of_their_own() -> None:
