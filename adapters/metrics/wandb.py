@@ -1,4 +1,4 @@
-"""Weights & Biases: a row of its history for each snapshot and each restore."""
+"""Weights & Biases: figures of snapshots and restores in the history of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class WandbMetrics:
 
     Give it to a checkpointer as ``on_commit``, and call it with what ``restore()`` returns. The names are
     ``datastates/snapshot/stall_seconds`` and so on. The charts have the step of the snapshot on their x axis, not
-    W&B's own: a snapshot is committed some steps after it was taken. Each call ends a row of the run's history.
+    W&B's own: a snapshot is committed some steps after it was taken. The figures are in the row of the run's history
+    that is open then, and the next ``run.log()`` of the caller ends it, or ``run.finish()``. A row holds the figures of
+    one snapshot: of several that are committed before it ends, those of the last.
     """
 
     def __init__(self, run: wandb.Run) -> None:
@@ -32,4 +34,5 @@ class WandbMetrics:
         """Log a committed snapshot, or a restore; raises as :func:`~datastates.adapters.metrics.figures.figures`."""
         found = figures(done)
         of = next(iter(found)).of
-        self._run.log({_STEP.format(of): done.step, **{figure.path: value for figure, value in found.items()}})
+        row = {_STEP.format(of): done.step, **{figure.path: value for figure, value in found.items()}}
+        self._run.log(row, commit=False)  # a row that ended here would be missing what the caller logs to it later

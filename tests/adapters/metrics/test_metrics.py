@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,30 +127,111 @@ def test_tensorboard(tmp_path: Path) -> None:
             assert scalars[done.step] == pytest.approx(value)
 
 
-def test_wandb(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
+def history(folder: Path) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """The rows of the only run below a folder, and the metric on the x axis of each metric."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from datastates.adapters.metrics.wandb import WandbMetrics
-
-    with wandb.init(mode="offline", dir=tmp_path, project="p") as offline:
-        offline.log({"loss": 3.0}, step=5)
-        taken, restored = run(tmp_path / "c", WandbMetrics(offline))
-        offline.log({"loss": 2.0}, step=9)
     wandb.teardown()  # waits for the process that writes the file
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     rows: list[dict[str, float]] = []
     axes: dict[str, str] = {}
     for record in map(Record.FromString, records(file)):
         if record.WhichOneof("record_type") == "history":
             items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-            rows.append({key: json.loads(text) for key, text in items.items() if not key.startswith("_")})
+            rows.append({key: json.loads(text) for key, text in items.items() if key not in ("_runtime", "_timestamp")})
         elif record.WhichOneof("record_type") == "metric":
             axes[record.metric.name] = record.metric.step_metric
+    return rows, axes
+
+
+def test_wandb(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    from datastates.adapters.metrics.wandb import WandbMetrics
+
+    with wandb.init(mode="offline", dir=tmp_path, project="p") as offline:
+        metrics, losses = WandbMetrics(offline), itertools.count()
+
+        def record_and_log(done: ds.Snapshot | ds.Restored) -> None:
+            metrics(done)
+            offline.log({"loss": next(losses)})
+
+        taken, restored = run(tmp_path / "c", record_and_log)
+    rows, axes = history(tmp_path)
     assert rows == [
-        {"loss": 3.0, "datastates/snapshot/step": 10, **expected(taken[0])},
-        {"datastates/snapshot/step": 20, **expected(taken[1])},
-        {"datastates/restore/step": 20, **expected(restored)},
-        {"loss": 2.0},
+        {"_step": 0, "loss": 0, "datastates/snapshot/step": 10, **expected(taken[0])},
+        {"_step": 1, "loss": 1, "datastates/snapshot/step": 20, **expected(taken[1])},
+        {"_step": 2, "loss": 2, "datastates/restore/step": 20, **expected(restored)},
     ]
     assert axes.items() >= {figure.path: f"datastates/{figure.of}/step" for figure in FIGURES}.items()
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> list[ds.Snapshot]:
+    """Two snapshots that were committed."""
+    return run(tmp_path_factory.mktemp("committed"), lambda done: None)[0]
+
+
+def logs_steps(log: Callable[..., None], commit: Callable[[], None]) -> None:
+    for step in (11, 12, 30):
+        log({"loss": step}, step=step)
+        commit()
+        log({"accuracy": step}, step=step)
+
+
+def logs_parts_of_rows(log: Callable[..., None], commit: Callable[[], None]) -> None:
+    for step in (1, 2, 3):
+        log({"loss": step}, commit=False)
+        commit()
+        log({"accuracy": step})
+
+
+def logs_rows(log: Callable[..., None], commit: Callable[[], None]) -> None:
+    for step in (1, 2, 3):
+        commit()
+        log({"loss": step})
+
+
+@pytest.mark.parametrize("loop", [logs_steps, logs_parts_of_rows, logs_rows])
+def test_the_callers_rows_are_those_of_a_run_without_metrics(
+    loop: Callable[..., None], committed: list[ds.Snapshot], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    from datastates.adapters.metrics.wandb import WandbMetrics
+
+    with wandb.init(mode="offline", dir=tmp_path / "without", project="p") as offline:
+        loop(offline.log, lambda: None)
+    with wandb.init(mode="offline", dir=tmp_path / "with", project="p") as offline:
+        metrics, left = WandbMetrics(offline), committed.copy()
+
+        def commit() -> None:
+            if left:
+                told = threading.Thread(target=metrics, args=[left.pop(0)])
+                told.start()
+                told.join()
+
+        loop(offline.log, commit)
+    assert "ignored" not in capfd.readouterr().err
+    rows, _ = history(tmp_path / "with")
+    ours = [{key: value for key, value in row.items() if key.startswith("datastates/")} for row in rows]
+    theirs = [{key: value for key, value in row.items() if not key.startswith("datastates/")} for row in rows]
+    assert theirs == history(tmp_path / "without")[0]
+    assert ours == [*({"datastates/snapshot/step": one.step, **expected(one)} for one in committed), {}]
+
+
+def test_tensorboard_keeps_the_callers_scalars(committed: list[ds.Snapshot], tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from datastates.adapters.metrics.tensorboard import TensorBoardMetrics
+
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        for step in (30, 31):
+            writer.add_scalar("loss", step, step)
+            told = threading.Thread(target=TensorBoardMetrics(writer), args=[committed[step - 30]])
+            told.start()
+            told.join()
+            writer.add_scalar("accuracy", step, step)
+    board = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    for tag in ("loss", "accuracy"):
+        assert [(scalar.step, scalar.value) for scalar in board.Scalars(tag)] == [(30, 30.0), (31, 31.0)]
+    assert [scalar.step for scalar in board.Scalars("datastates/snapshot/size_bytes")] == list(STEPS)
