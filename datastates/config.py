@@ -170,8 +170,9 @@ class Settings(RankSettings):
     )
     on_commit: Callable[[Any], object] | None = Field(
         None,
-        description="A callable that is called with each committed snapshot, on a thread of the checkpointer. It may "
-        "call close(), which returns at once there. An exception that it raises is logged.",
+        description="A callable that is called with each committed snapshot, on a thread of the checkpointer: with one "
+        "at a time, in the order in which they were taken. It may call close(), which returns at once there. An "
+        "exception that it raises is logged.",
     )
     max_in_flight: int = Field(
         2, ge=1, le=64, description="Number of snapshots that may be in flight at the same time."

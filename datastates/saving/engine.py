@@ -26,12 +26,13 @@ from datastates.saving.course import Course
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
+from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
 _MOST_ASIDE = 32
-"""Largest number of threads for work that may wait for other ranks, or in the user's functions."""
+"""Largest number of threads for work that may wait for other ranks."""
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Engine:
             threads: Number of snapshots that can be finished at the same time.
             auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
             ended: Called with each committed snapshot, and with each failed snapshot of :meth:`take` and
-                :meth:`take_file`, on a thread of the engine.
+                :meth:`take_file`, on a thread of the engine: with one at a time, in the order in which they were taken.
         """
         self.executor = executor
         self.world = world
@@ -74,6 +75,8 @@ class Engine:
         self._pool = Workers("datastates", self._threads)
         # work that waits for other ranks must not occupy the threads that capture state
         self._aside = Workers("datastates-aside", _MOST_ASIDE)
+        self._teller = Workers("datastates-teller", 1)  # nor must the user's functions
+        self._telling = Telling(self._ended)
         self._closer: Workers | None = None
         # each change is one operation, which needs no lock: an interrupt could leave a lock taken
         self._in_flight: list[Course] = []
@@ -166,6 +169,7 @@ class Engine:
             try:
                 running.begin()
                 self._in_flight.append(course)  # before a fork or a signal can find the snapshot at the gate
+                self._telling.expect(snapshot)
                 gate.guard(course, automatic=self._auto_gate)
                 self._pool.put(work)
             except BaseException as error:
@@ -173,11 +177,13 @@ class Engine:
                     try:
                         running.cancel(error)
                     finally:
+                        self._telling.withdraw(snapshot)
                         self._forget(course)
                 raise
         except (StorageError, DeviceError) as error:
             course.fail(error)
             self.decline(whom, error)
+            self._telling.expect(snapshot)
             self._tell(snapshot)
         except BaseException:
             course.deliver()  # it is raised here
@@ -230,19 +236,13 @@ class Engine:
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in the checkpoint of ``whom``."""
         if self.world.size > 1:
-            self._aside_or_here(whom.decline, error)
+            _do_or_here(self._aside, partial(whom.decline, error))
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
         if snapshot.committed:
             _log.info("%s", snapshot.report)
-        self._aside_or_here(self._ended, snapshot)
-
-    def _aside_or_here(self, work: Callable[..., None], *arguments: object) -> None:
-        try:
-            self.do_aside(work, *arguments)
-        except ThreadStartError:
-            work(*arguments)
+        _do_or_here(self._teller, self._telling.tell)
 
     def _forget(self, course: Course) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it
@@ -263,7 +263,7 @@ class Engine:
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""
-        return self._pool.is_current() or self._aside.is_current()
+        return self._pool.is_current() or self._teller.is_current()
 
     def close(self) -> None:
         """Wait until no snapshot is in flight, then free threads and memory. An interrupted call can be repeated."""
@@ -289,11 +289,18 @@ class Engine:
 
     def _close(self) -> None:
         self.wait()
-        for workers in (self._pool, self._aside):  # in this order, because the pool hands work to `_aside`
+        for workers in (self._pool, self._aside, self._teller):  # the pool first, because it hands work to the others
             workers.stop()
             workers.join()
         self.executor.close()
         self.world.close()
+
+
+def _do_or_here(workers: Workers, call: Callable[[], None]) -> None:
+    try:
+        workers.do(call)
+    except ThreadStartError:
+        call()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -15,7 +15,10 @@ from steps import OPTIONS, providers
 
 import datastates as ds
 from datastates import _native
+from datastates.commit.ballot import Vote
+from datastates.commit.ending import CheckpointEnding
 from datastates.errors import StorageError
+from datastates.storage.location import Location
 
 ENDS_WITH_A_FAILURE = """
     import atexit, sys
@@ -51,7 +54,37 @@ def test_a_commit_is_told_on_another_thread(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, on_commit=note, **OPTIONS) as ckpt:
         for step in (1, 2):
             ckpt.snapshot(providers(step), step=step).wait_committed()
-    assert sorted(told) == [(1, True, False), (2, True, False)]
+    assert told == [(1, True, False), (2, True, False)]
+
+
+def test_snapshots_are_told_one_at_a_time_in_the_order_in_which_they_were_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, threading.Thread]] = []
+    second_is_committed = threading.Event()
+    commit = CheckpointEnding.commit
+
+    def commit_the_first_last(ending: CheckpointEnding, vote: Vote) -> Location:
+        if vote.step == 1:
+            second_is_committed.wait()
+        return commit(ending, vote)
+
+    def note(snapshot: ds.Snapshot) -> None:
+        told.append((snapshot.step, threading.current_thread()))
+
+    monkeypatch.setattr(CheckpointEnding, "commit", commit_the_first_last)
+    with ds.Checkpointer(tmp_path, on_commit=note, on_error=note, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1)
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+        second_is_committed.set()
+        ckpt.wait()
+        _native.arm_fault("open", "fail", 28)
+        ckpt.snapshot(providers(3), step=3)
+        ckpt.wait()
+        _native.clear_faults()
+        ckpt.snapshot(providers(4), step=4)
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    assert len({thread for _, thread in told}) == 1
 
 
 @pytest.mark.parametrize("point", ["open", "sync"], ids=["in the call", "in the background"])
