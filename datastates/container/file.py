@@ -178,13 +178,6 @@ class Named:
     index_crc: int
     identity: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls, path: Location, nbytes: int, index_crc: int, *, step: int | None, rank: int, ranks: int, attempt: str
-    ) -> Named:
-        """Name the container of one rank in a checkpoint of ``ranks`` ranks."""
-        return cls(path, nbytes, index_crc, {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt})
-
 
 def will_open(named: Iterable[Named]) -> None:
     """Ask the system to read the indexes of containers now, before requests for data that would delay them."""

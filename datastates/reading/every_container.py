@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from datastates.commit import manifest, newest
 from datastates.commit.manifest import Manifest
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
+from datastates.reading.stored import Head
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
 def named_in(path: Location, opened: Manifest) -> list[Named]:
     """The containers that the manifest of a checkpoint directory names, by rank."""
-    step, ranks, attempt = opened.step, opened.world_size, opened.attempt
-    return [
-        Named.of(path / e.file, e.nbytes, e.index_crc32, step=step, rank=e.rank, ranks=ranks, attempt=attempt)
-        for e in opened.containers
-    ]
+    head = Head.of(path, opened)
+    return [head.named(e.rank, e.file, e.nbytes, e.index_crc32) for e in opened.containers]
 
 
 def open_named(named: Sequence[Named]) -> list[Container]:

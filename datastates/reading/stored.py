@@ -57,6 +57,11 @@ class Head:
         only = opened.containers[0] if opened.world_size == 1 else None
         return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
 
+    def named(self, rank: int, file: str, nbytes: int, index_crc: int) -> Named:
+        """The container of one rank, from its facts in the manifest or the catalog."""
+        identity = {"step": self.step, "rank": rank, "world_size": self.ranks, "attempt": self.attempt}
+        return Named(self.path / file, nbytes, index_crc, identity)
+
     def encode(self) -> bytes:
         """Encode the head as bytes, to send it to other ranks."""
         catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
@@ -167,13 +172,9 @@ class Stored:
 
     def named(self, rank: int) -> Named:
         """A rank's container as the manifest or the catalog describes it: path, size and checksum of its index."""
-        head = self.head
-        if head.container is not None:
-            file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)
-        else:
-            file, expected = container_name(rank), self.catalog.container(rank)
-        path, ranks, attempt = head.path / file, head.ranks, head.attempt
-        return Named.of(path, *expected, step=head.step, rank=rank, ranks=ranks, attempt=attempt)
+        if (only := self.head.container) is not None:
+            return self.head.named(rank, only.file, only.nbytes, only.index_crc32)
+        return self.head.named(rank, container_name(rank), *self.catalog.container(rank))
 
     def expect_objects(self, rank: int) -> None:
         """Ask the operating system to read the objects of a rank's container soon, ahead of the arrays.
