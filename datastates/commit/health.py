@@ -16,15 +16,14 @@ from datastates.storage.location import Location
 def problem(path: Location) -> str | None:
     """The fault of a checkpoint directory; None if it looks whole. Does not read its data."""
     try:
-        opened = manifest.open(path)
-        entries = [one for one in (*opened.containers, opened.catalog) if one is not None]
-        lengths = store_of(path).lengths([path / one.file for one in entries])
+        files = manifest.files_of(path, manifest.open(path))
+        lengths = store_of(path).lengths([file for file, _ in files])
     except (DatastatesError, OSError) as error:
         return str(error)
     wrong = [
-        f"{one.file} is missing" if found is None else f"{one.file} has {found} bytes, not {one.nbytes}"
-        for one, found in zip(entries, lengths, strict=True)
-        if found != one.nbytes
+        f"{file.name} is missing" if found is None else f"{file.name} has {found} bytes, not {nbytes}"
+        for (file, nbytes), found in zip(files, lengths, strict=True)
+        if found != nbytes
     ]
     return ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "") if wrong else None
 

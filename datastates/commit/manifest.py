@@ -165,6 +165,11 @@ def open(path: Location) -> Manifest:
     return decode(data, str(file))
 
 
+def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:
+    """The files that the manifest of the checkpoint directory ``path`` names, each with its length in bytes."""
+    return [(path / one.file, one.nbytes) for one in (*opened.containers, opened.catalog) if one is not None]
+
+
 def refuse_missing(path: Location, error: StorageError) -> None:
     """Raise CheckpointNotFoundError if ``error`` means that ``path`` has no manifest."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):

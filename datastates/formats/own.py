@@ -68,8 +68,7 @@ class OwnCheckpoint:
         """Bytes of the containers and of the catalog."""
         if self._manifest is None:
             return self.files[0].nbytes
-        catalog = self._manifest.catalog
-        return self._manifest.nbytes + (0 if catalog is None else catalog.nbytes)
+        return sum(nbytes for _, nbytes in manifest.files_of(self._path, self._manifest))
 
     @property
     def proof(self) -> str:
