@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from datastates.config import IoSettings
-from datastates.container.file import open_container
 from datastates.container.pickle_reader import Trust
 from datastates.executor.make import make_executor
 from datastates.reading import whole_checkpoint
+from datastates.reading.stored import Stored
 from datastates.saving import gate
 from datastates.storage import Location
 
@@ -32,10 +32,10 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
         TrustError: The file needs a class that is not trusted.
     """
     gate.pass_all()  # loaded tensors are about to be copied over the training state
-    file = Location(path)
+    stored = Stored.of_file(Location(path))
     return whole_checkpoint.load(
-        file,
-        [open_container(file)],
+        stored,
+        stored.every(),
         lambda nbytes: make_executor(settings, nbytes),
         trust=trust,
         place=placed(map_location),

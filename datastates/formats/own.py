@@ -15,7 +15,7 @@ from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
 from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.reading import whole_checkpoint
-from datastates.reading.every_container import named_in, open_all, open_named
+from datastates.reading.every_container import named_in, open_checkpoint, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
 from datastates.storage import store_of
@@ -61,7 +61,7 @@ class OwnCheckpoint:
     @cached_property
     def files(self) -> list[Container]:
         """All its containers, opened."""
-        return open_all(self._path)
+        return self.tensors.every() if self._manifest is None else open_checkpoint(self._path)[1]
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class OwnCheckpoint:
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read the whole checkpoint as :func:`datastates.reading.whole_checkpoint.load` does."""
-        return whole_checkpoint.load(self._path, self.files, executor, trust=trust, into=into)
+        return whole_checkpoint.load(self.tensors, self.files, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with the bytes that the rest of the checkpoint implies.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from datastates.commit import manifest, newest
+from datastates.commit import manifest
 from datastates.commit.manifest import Manifest
-from datastates.container.file import Container, Named, lost_container, open_container, open_each
+from datastates.container.file import Container, Named, lost_container, open_each
 from datastates.reading.stored import Head
-from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
@@ -43,17 +42,3 @@ def open_checkpoint(path: Location) -> tuple[Manifest, list[Container]]:
     """
     opened = manifest.open(path)
     return opened, open_named(named_in(path, opened))
-
-
-def open_all(path: Location) -> list[Container]:
-    """Open the containers at a path.
-
-    Args:
-        path: A checkpoint directory, a directory of checkpoints (the newest is opened), or one container file.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-        FormatError: A file is damaged, or is not the container that the manifest describes.
-        StorageError: A file is missing or cannot be read.
-    """
-    return [open_container(path)] if store_of(path).is_file(path) else open_checkpoint(newest.find(path))[1]

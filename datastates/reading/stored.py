@@ -294,7 +294,7 @@ class Stored:
     def _row(self, rank: int, full: str) -> Row | None:
         return next(iter(self.rows(rank, [full]).get(full, ())), None)
 
-    def _every(self) -> list[Container]:
+    def every(self) -> list[Container]:
         """All containers that are not missing."""
         self.open_containers(range(self.head.ranks))
         return [self._opened[rank] for rank in sorted(self._opened)]
@@ -306,7 +306,7 @@ class Stored:
         Raises:
             StorageError: A container is missing.
         """
-        tables = [source.index.shards for source in self._every()]
+        tables = [source.index.shards for source in self.every()]
         if self.lost:
             rank, path = min(self.lost.items())
             raise lost_container(path, rank, self.head.ranks)
@@ -326,7 +326,7 @@ class Stored:
 
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, on all ranks. This opens all containers."""
-        tables = [source.index.shards for source in self._every()]
+        tables = [source.index.shards for source in self.every()]
         return list(dict.fromkeys(table.keys[i] for table in tables for i in table.of_provider(provider)))
 
     def strangers(self, wanted: U64, providers: Collection[str]) -> list[str]:
@@ -358,7 +358,7 @@ class Stored:
 
     def objects(self) -> dict[str, ObjectEntry]:
         """All objects by full key, in the order of the ranks. This opens all containers."""
-        return by_key(entry for source in self._every() for entry in source.objects)
+        return by_key(entry for source in self.every() for entry in source.objects)
 
     def digest(self, full: str) -> int | None:
         """The sum of all parts' contributions to the digest of a tensor; None if a contribution is unknown."""

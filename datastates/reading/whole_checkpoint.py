@@ -26,6 +26,7 @@ from datastates.executor.executor import Executor
 from datastates.reading.fill import as_referred, fill
 from datastates.reading.new_arrays import NewArrays
 from datastates.reading.new_tensors import FoundTensor, reserve
+from datastates.reading.stored import Stored
 from datastates.state import memory
 from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
@@ -39,7 +40,7 @@ READ_AT_ONCE = 1 << 30
 
 @gc_pause.paused()
 def load(
-    path: Location,
+    stored: Stored,
     sources: Sequence[Container],
     executor: Callable[[int], Executor],
     *,
@@ -50,8 +51,8 @@ def load(
     """Read a checkpoint, or one container file, as nested arrays and objects.
 
     Args:
-        path: The checkpoint directory or the file.
-        sources: Its opened containers.
+        stored: The checkpoint or the file.
+        sources: All its containers, opened.
         executor: Makes an executor for reading a number of bytes.
         trust: As for :func:`datastates.load`.
         into: Library and device of the new arrays.
@@ -63,7 +64,7 @@ def load(
     """
     pickle_reader.check_trust(trust)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    arrays = _WholeTensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
+    arrays = _WholeTensors(sources, into) if _has_parts(stored.path, sources) else _Records(sources[0], into, place)
     with contextlib.closing(arrays.new):
         arrays.start(executor)
         # an untrusted or damaged object stops the reads

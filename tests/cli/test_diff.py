@@ -23,7 +23,7 @@ from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.reading import pieces
-from datastates.reading.every_container import open_all
+from datastates.reading.every_container import open_checkpoint
 from datastates.state import arrays, dtypes
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
@@ -40,7 +40,7 @@ def save(tmp_path: Path) -> Save:
     def make(*providers: StateProvider) -> list[Container]:
         path = tmp_path / str(next(numbers))
         ds.snapshot(providers, path, **SMALL).wait_committed()
-        return open_all(path)
+        return open_checkpoint(path)[1]
 
     return make
 

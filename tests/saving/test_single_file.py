@@ -18,6 +18,8 @@ from datastates.errors import CorruptError, StorageError
 from datastates.executor.make import make_executor
 from datastates.formats import own_verify as verify
 from datastates.reading import whole_checkpoint
+from datastates.reading.stored import Stored
+from datastates.storage import Location
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 
@@ -80,8 +82,9 @@ def test_its_memory_may_be_placed_elsewhere(tmp_path: Path, write_file: Any) -> 
         placed.append(torch.full_like(block, 255))
         return placed[-1]
 
+    stored = Stored.of_file(Location(path))
     found: Any = whole_checkpoint.load(
-        path, [open_container(path)], lambda n: make_executor(SETTINGS, n), trust=(), place=place
+        stored, stored.every(), lambda n: make_executor(SETTINGS, n), trust=(), place=place
     )
     assert len(placed) == 1
     assert found["module"]["b"].untyped_storage().data_ptr() == placed[0].data_ptr()
