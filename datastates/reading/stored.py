@@ -127,6 +127,11 @@ class Stored:
         """The training step that it was saved at; None for a single file outside of a checkpoint directory."""
         return self.head.step
 
+    @property
+    def is_one_file(self) -> bool:
+        """Whether one container holds the bytes of all arrays."""
+        return self.head.ranks == 1
+
     @cached_property
     def catalog(self) -> Catalog:
         """The catalog of a checkpoint that several ranks wrote.

@@ -32,7 +32,6 @@ from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 from datastates.storage import store_of
-from datastates.storage.location import Location
 
 READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
@@ -64,7 +63,7 @@ def load(
     """
     pickle_reader.check_trust(trust)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    arrays = _WholeTensors(sources, into) if _has_parts(stored.path, sources) else _Records(sources[0], into, place)
+    arrays = _WholeTensors(sources, into) if _has_parts(stored, sources[0]) else _Records(sources[0], into, place)
     with contextlib.closing(arrays.new):
         arrays.start(executor)
         # an untrusted or damaged object stops the reads
@@ -79,11 +78,11 @@ def load(
     return reduce(_merged, built) if built else {}
 
 
-def _has_parts(path: Location, sources: Sequence[Container]) -> bool:
+def _has_parts(stored: Stored, first: Container) -> bool:
     """Whether tensors must be put together from parts. A part in a single file is read as a tensor of its own."""
-    table = sources[0].index.shards
+    table, path = first.index.shards, stored.path
     return (
-        len(sources) > 1
+        not stored.is_one_file
         or bool(table.by_key.repeated)
         or (not store_of(path).is_file(path) and bool((table.part != WHOLE).any()))
     )

@@ -208,7 +208,7 @@ class SavedState(Compared, Saved):
 
         It does nothing and returns False unless one rank saved the checkpoint and all arrays fit it as whole tensors.
         """
-        if self._stored.head.ranks > 1 or not self.rows.has_all(shards.keys):
+        if not self._stored.is_one_file or not self.rows.has_all(shards.keys):
             return False
         live, stored = tensor_scan.layout(shards.values), self.rows.columns(shards.keys)
         if live is None or not stored.whole.all():
