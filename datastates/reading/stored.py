@@ -281,6 +281,10 @@ class Stored:
             held.append(Held(source, np.array(numbers)[which], row))
         return Found([like for like, _ in wanted], held)
 
+    def at(self, container: Container, row: Row) -> FoundRow:
+        """Where the bytes of a container's row lie: the file and its row, which are the container and the row."""
+        return container, row
+
     def holders(self, full: str, part: Part) -> list[int]:
         """The ranks that may have saved elements of a part of a logical tensor."""
         if self.head.ranks == 1:

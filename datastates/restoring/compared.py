@@ -12,7 +12,7 @@ from datastates.errors import ProviderError
 from datastates.reading.casting import Cast, are_convertible, can_cast
 from datastates.reading.gathering import gather
 from datastates.reading.reads import Reads
-from datastates.reading.tensors import TensorFile, Tensors
+from datastates.reading.tensors import FoundRow, Tensors
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state import arrays, memory
@@ -119,8 +119,8 @@ class Compared(ABC):
             if found is not None and not is_cast:
                 could = not self._request.cast and are_convertible(row, shard)
                 self.report(mismatched={shard.key: found + ("; restore(cast=True) converts it" if could else "")})
-            elif not is_cast and shard.key not in several and (source := self._holder(row, shard)) is not None:
-                reads.add(source, row, shard)
+            elif not is_cast and shard.key not in several and (held := self._held(row, shard)) is not None:
+                reads.add(*held, shard)
                 restored.append(shard)
             else:
                 elsewhere.append((row, shard))
@@ -140,8 +140,8 @@ class Compared(ABC):
                     reads.add(source, row, shard)
         return {shard.key: shard.source for shard in restored}
 
-    def _holder(self, row: Row, shard: Shard) -> TensorFile | None:
-        """The file that has a live part as one row, if that is known without a look-up; else None."""
+    def _held(self, row: Row, shard: Shard) -> FoundRow | None:
+        """The row that has all bytes of a live part, with its file, if it is known without a look-up; else None."""
         del row, shard
         return None
 

@@ -19,6 +19,7 @@ from datastates.reading.fill import as_referred, fill
 from datastates.reading.read_queue import Ranges
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
+from datastates.reading.tensors import FoundRow
 from datastates.restoring.compared import Compared, difference
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
@@ -200,8 +201,9 @@ class SavedState(Compared, Saved):
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
         return {named.get(key, key): array for key, array in targets.items()}
 
-    def _holder(self, row: Row, shard: Shard) -> Container | None:
-        return self._base if shard.key in self.rows and row.part == shard.part else None
+    def _held(self, row: Row, shard: Shard) -> FoundRow | None:
+        is_here = shard.key in self.rows and row.part == shard.part
+        return self._stored.at(self._base, row) if is_here else None
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
         """Compare all arrays in columns of numbers, which is fast, and queue their reads.
