@@ -63,7 +63,8 @@ def load(
     """
     pickle_reader.check_trust(trust)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    arrays = _WholeTensors(sources, into) if _has_parts(stored, sources[0]) else _Records(sources[0], into, place)
+    has_parts = _has_parts(stored, sources[0])
+    arrays = _WholeTensors(stored, sources, into) if has_parts else _Records(sources[0], into, place)
     with contextlib.closing(arrays.new):
         arrays.start(executor)
         # an untrusted or damaged object stops the reads
@@ -210,13 +211,13 @@ class _Arrays(ABC):
 class _WholeTensors(_Arrays):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
-    def __init__(self, sources: Sequence[Container], into: Into) -> None:
+    def __init__(self, stored: Stored, sources: Sequence[Container], into: Into) -> None:
         self.new = NewArrays(into)
         self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
         self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
         rows: dict[tuple[int, DataPlace], Row] = {}
         tensors = combine([source.index.shards for source in sources])
-        found = {key: _found(key, tensor, sources) for key, tensor in tensors.items()}
+        found = {key: _found(stored, key, tensor, sources) for key, tensor in tensors.items()}
         reserve(found.values(), into)
         for key, tensor in tensors.items():
             array = self.new.whole(found[key])
@@ -237,14 +238,14 @@ class _WholeTensors(_Arrays):
         return self._arrays.get((id(source), place))
 
 
-def _found(key: str, tensor: Logical, sources: Sequence[Container]) -> FoundTensor:
-    """The parts of a tensor, each with its container; raises FormatError if parts overlap or are missing."""
+def _found(stored: Stored, key: str, tensor: Logical, sources: Sequence[Container]) -> FoundTensor:
+    """The parts of a tensor, each with its file; raises FormatError if parts overlap or are missing."""
     if not tensor.is_complete:
         raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
     # the parts have as many elements as the tensor; if one is missing, another is there twice
     if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
         raise FormatError(f"{key!r} has parts that overlap")
-    return tensor.parts[0][2], [(sources[number], row) for number, _, row in tensor.parts if row.part.numel]
+    return tensor.parts[0][2], [stored.at(sources[number], row) for number, _, row in tensor.parts if row.part.numel]
 
 
 class _Records(_Arrays):
