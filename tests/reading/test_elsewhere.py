@@ -1,0 +1,72 @@
+"""The seam for a tensor whose bytes lie in another checkpoint: ``Stored.at``, ``Stored.sources``, ``is_one_file``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import datastates as ds
+from datastates.commit.manifest import container_name
+from datastates.container.file import Container, open_container
+from datastates.container.table import Row
+from datastates.errors import CorruptError
+from datastates.providers import from_state_dict
+from datastates.reading.stored import Stored
+from datastates.reading.tensors import FoundRow
+from datastates.storage import Location
+
+STATE = {"w": torch.arange(5000.0), "b": torch.arange(7.0)}
+
+
+def restored(path: Path) -> dict[str, Any]:
+    live = {key: torch.zeros_like(array) for key, array in STATE.items()}
+    ds.restore([from_state_dict("s", live)], path, verify="digest")
+    return live
+
+
+def exported(path: Path) -> dict[str, Any]:
+    ds.export(path, path / "new.safetensors")
+    return load_file(path / "new.safetensors")
+
+
+def opened(path: Path) -> dict[str, Any]:
+    with ds.open(path) as checkpoint:
+        return {key.removeprefix("s/"): checkpoint[key] for key in checkpoint}
+
+
+READ: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "restore": restored,
+    "open": opened,
+    "export": exported,
+    "load": lambda path: ds.load(path)["s"],
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_a_tensor_is_read_from_an_older_checkpoint(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("older", "newer"):
+        ds.snapshot([from_state_dict("s", STATE)], tmp_path / name).wait_committed()
+    older, newer = (open_container(Location(tmp_path / name / container_name(0))) for name in ("older", "newer"))
+    row = newer.shards.row(newer.shards.by_key["s/w"])
+    with Path(newer.path).open("r+b") as file:  # as if its bytes had not been saved again
+        file.seek(int(newer.data_offset[row.record]) + row.offset)
+        file.write(bytes(STATE["w"].nbytes))
+    with pytest.raises(CorruptError):
+        READ[how](tmp_path / "newer")
+
+    def at(stored: Stored, container: Container, row: Row) -> FoundRow:
+        if (container.path, row.key) != (newer.path, "s/w"):
+            return container, row
+        return older, older.shards.row(older.shards.by_key["s/w"])
+
+    found = Stored.sources
+    monkeypatch.setattr(Stored, "is_one_file", False)
+    monkeypatch.setattr(Stored, "at", at)
+    monkeypatch.setattr(Stored, "sources", lambda self, w: [[self.at(*one) for one in rows] for rows in found(self, w)])
+    read = READ[how](tmp_path / "newer")
+    assert {key: array.tolist() for key, array in read.items()} == {key: array.tolist() for key, array in STATE.items()}
