@@ -87,10 +87,8 @@ class Container:
         return int(self.index.records.crc[record])
 
     def name_record(self, record: int) -> str:
-        """Keys of at most three arrays that lie in a storage record, for an error message about the record."""
-        table = self.index.shards
-        keys = [table.row(i).key for i in np.flatnonzero(table.record == record)[:3].tolist()]
-        return ", ".join(keys) or f"record {record}"
+        """Keys of at most three arrays in a storage record."""
+        return self.shards.names_in(record)
 
     def chunks(self, first: int, last: int) -> Chunks:
         """The checksummed chunks of the records from ``first`` to before ``last``."""

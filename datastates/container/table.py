@@ -173,6 +173,11 @@ class ShardTable:
                 digest=digest if digested else None,
             )
 
+    def names_in(self, record: int) -> str:
+        """Full keys of at most three rows in a storage record, for an error message about the record."""
+        keys = [row.key for row in self.rows(np.flatnonzero(self.record == record)[:3].tolist())]
+        return ", ".join(keys) or f"record {record}"
+
     def repeated(self) -> Iterator[list[Row]]:
         """For each key that several rows have, these rows: the parts of one tensor."""
         repeated = self.by_key.repeated

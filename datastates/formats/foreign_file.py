@@ -119,8 +119,7 @@ class ForeignFile(RecordFile):
 
     def name_record(self, record: int) -> str:
         """Keys of at most three tensors in a record."""
-        keys = [self.shards.row(i).key for i in np.flatnonzero(self.shards.record == record)[:3].tolist()]
-        return ", ".join(keys) or f"record {record}"
+        return self.shards.names_in(record)
 
     def read_row(self, row: Row) -> memoryview:
         """Read the bytes from a row's first element to its last, and verify them if they are a record with a CRC."""
