@@ -38,7 +38,7 @@ def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) 
 def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
     """Describe the whole logical tensor of a row, as providers see it."""
     found = reference(row, key=key, requires_grad=requires_grad)
-    if row.flat is None and row.shape == row.global_shape:
+    if row.is_whole:
         return found
     return replace(found, shape=row.global_shape, stride=strides.row_major(row.global_shape))
 

@@ -64,6 +64,11 @@ class Row:
         """The part of its logical tensor that the row holds."""
         return Part(self.global_shape, self.shape, self.box, self.flat)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the row is all of its logical tensor, in the tensor's shape."""
+        return self.flat is None and self.shape == self.global_shape
+
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:

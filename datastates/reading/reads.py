@@ -135,7 +135,7 @@ class Reads:
             self._copies.append((shard.source, landing))
             place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
         offset = int(queue.source.data_offset[row.record]) + row.offset
-        queue.add(row.key, offset, place, whole=row.flat is None and row.shape == row.global_shape)
+        queue.add(row.key, offset, place, whole=row.is_whole)
 
     def _add_part(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
         stored, wanted, itemsize = row.part, shard.part, row.dtype.itemsize
