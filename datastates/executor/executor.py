@@ -57,6 +57,11 @@ def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
     )
 
 
+def _opened(path: Location) -> bytes:
+    """The place of a container in the form that the native core opens: the bytes of its path."""
+    return os.fsencode(path)
+
+
 class Executor:
     """The native executor with its host cache. Thread-safe. After a fork, the child makes a new one at first use."""
 
@@ -112,7 +117,7 @@ class Executor:
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
-        return self._core().submit_write(os.fsencode(path), prepared, *sources, witness)
+        return self._core().submit_write(_opened(path), prepared, *sources, witness)
 
     def submit_read(
         self,
@@ -133,7 +138,7 @@ class Executor:
             ahead: A read-ahead of the same file. The job takes its extents over, and does not read them again.
             exchange: Connections to other ranks of the host, where some destinations are peers.
         """
-        job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead, exchange)
+        job = self._core().submit_read(_opened(path), _prepare_read(plan), *dests, ahead, exchange)
         return ReadJob(job, plan, name_record)
 
     def read_ahead(self, path: Location, plan: ReadPlan) -> ReadAhead:
@@ -148,7 +153,7 @@ class Executor:
             path: The container.
             plan: A plan without destinations, of at most :attr:`most_ahead` extents.
         """
-        return self._core().read_ahead(os.fsencode(path), _prepare_read(plan))
+        return self._core().read_ahead(_opened(path), _prepare_read(plan))
 
     def begin_exchange(
         self, sockets: Sequence[socket.socket], rows: Sequence[tuple[Columns, Runs]], patience: float
