@@ -198,7 +198,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
 def _file(path: Any) -> Path | None:
     """The file that a path names; None for the address of a store."""
     name = os.fspath(path).removeprefix("file://")
-    return None if location.is_address(name) else Path(Location.of(name))
+    return None if location.scheme_of(name) else Path(Location.of(name))
 
 
 with contextlib.suppress(ImportError):  # the Trainer of pytorch_lightning checks for that package's class

@@ -27,7 +27,7 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
 from datastates.reading.reads import Tally
 from datastates.saving import gate
-from datastates.storage import Location, location
+from datastates.storage import Location
 
 _T = TypeVar("_T")
 
@@ -81,8 +81,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             CommitError: Another rank could not load its part. A rank that could not raises its own error.
             ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
         """
-        location.refuse_address(checkpoint_dir)
-        directory = Location(checkpoint_dir)
+        directory = Location.given(checkpoint_dir)
         gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
         # the other ranks must not go on without one that fails
         planned, error = _tried(lambda: self._plan(sharded_state_dict, directory))

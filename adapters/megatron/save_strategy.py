@@ -27,7 +27,7 @@ from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
-from datastates.storage import Location, location
+from datastates.storage import Location
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
@@ -109,8 +109,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
         with refusing(self._writer):
-            location.refuse_address(checkpoint_dir)
-        directory = Location(checkpoint_dir)
+            directory = Location.given(checkpoint_dir)
         session = session_of(self._writer, directory)
         turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)

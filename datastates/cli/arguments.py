@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 
 from datastates.commit.names import checked_step
-from datastates.storage import location
 from datastates.storage.location import Location
 
 
 def as_location(text: str) -> Location:
     """The type of arguments that are paths; raises argparse.ArgumentTypeError for an address."""
     try:
-        location.refuse_address(text)
+        return Location.given(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return Location(text)
 
 
 def add_checkpoint(command: argparse.ArgumentParser, name: str) -> None:

@@ -35,8 +35,13 @@ class Location:
             raise TypeError(f"path: must be a string or os.PathLike, got {path!r:.40} ({type(path).__name__})")
         if not os.fspath(path):
             raise ValueError("the path of a checkpoint is empty")
+        return cls(Path(cls.given(path)).expanduser().absolute())
+
+    @classmethod
+    def given(cls, path: PathLike) -> Location:
+        """The path that a user or a framework gave, also a relative one; raises as :func:`refuse_address`."""
         refuse_address(path)
-        return cls(Path(path).expanduser().absolute())
+        return cls(path)
 
     @classmethod
     def decode(cls, data: bytes) -> Location:
@@ -113,9 +118,9 @@ class Location:
         return hash(self._text)
 
 
-def is_address(path: PathLike) -> bool:
-    """Whether ``path`` is the address of a store or a server, such as ``s3://bucket``."""
-    return _ADDRESS.match(os.fspath(path)) is not None
+def scheme_of(path: PathLike) -> str:
+    """The scheme of the address of a store or a server, ``s3`` for ``s3://bucket``; empty for a path."""
+    return "" if (match := _ADDRESS.match(os.fspath(path))) is None else match[1]
 
 
 def refuse_address(path: PathLike) -> None:
@@ -126,9 +131,13 @@ def refuse_address(path: PathLike) -> None:
     Raises:
         ValueError: The path is an address; the message says what to give instead.
     """
-    text = os.fspath(path)
-    if (match := _ADDRESS.match(text)) is not None:
-        raise ValueError(
-            f"path: {text} is an address ({match[1]}:), and checkpoints are saved to file systems only: "
-            "give a path, of local storage or of a mount"
-        )
+    if scheme_of(path):
+        raise no_store(path)
+
+
+def no_store(path: PathLike) -> ValueError:
+    """The error for the address of a store or a server, where only a path will do."""
+    return ValueError(
+        f"path: {os.fspath(path)} is an address ({scheme_of(path)}:), and checkpoints are saved to file systems only: "
+        "give a path, of local storage or of a mount"
+    )

@@ -25,7 +25,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """The tier of a directory that is not made yet."""
     if request.param == "memory":
         store = MemoryStore()
-        monkeypatch.setattr(stores, "LocalStore", lambda stage: store)
+        monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
         return tier_of(Location("/nowhere/on/disk/run"))
     return tier_of(Location(tmp_path / "run"))
 

@@ -367,3 +367,8 @@ def test_only_what_is_armed_passes_fault_points(tmp_path: Path) -> None:
         assert type(store_of(place)) is FaultyStore
     finally:
         faults.clear()
+
+
+def test_an_address_that_no_store_serves_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is an address \(s3:\), and checkpoints are saved to file systems only"):
+        store_of(Location("s3://bucket/run"))

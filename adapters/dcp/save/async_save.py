@@ -34,7 +34,7 @@ from datastates.saving.engine import Engine
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.storage import Location, location
+from datastates.storage import Location
 
 
 def async_save(
@@ -77,15 +77,15 @@ def async_save(
         DatastatesError: The ranks could not meet for the first save with the writer.
     """
     with refusing(storage_writer):
-        location.refuse_address(path)
+        directory = Location.given(path)
         if storage_writer is not None and options:
             raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
         if storage_writer is not None and storage_writer.transforms.extensions:
             raise ValueError("extensions: this writes none; dcp.save and dcp.async_save do, with the same writer")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
-    session = session_of(writer, Location(path))
+    session = session_of(writer, directory)
     try:
-        return session.save(state_dict, Location(path), planner or DefaultSavePlanner(), step)
+        return session.save(state_dict, directory, planner or DefaultSavePlanner(), step)
     finally:
         if storage_writer is None:
             session.close_later()
