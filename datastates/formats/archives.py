@@ -142,17 +142,13 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
     return found if isinstance(found, StoredArray) else None
 
 
-def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> Archive | None:
-    """Read the directory of an archive; None if torch did not write it: it has no end, is compressed or encrypted.
+def read_directory(read: Read, nbytes: int, *, largest: int, comment: int) -> tuple[bytes, int, int] | None:
+    """Read the directory of an archive, also of one that torch did not write; None without one, or if it is longer.
 
-    Args:
-        read: Reads from the archive.
-        nbytes: The length of the archive.
-        largest: Longest directory in bytes; None is returned for an archive with a longer one.
-        comment: Length of the archive's comment in bytes. A container of this package has its footer there.
+    Arguments and errors are those of :func:`open_archive`.
 
-    Raises:
-        FormatError: The directory contradicts itself.
+    Returns:
+        Its bytes, the number of records in it, and its offset in the archive.
     """
     end = nbytes - _END.size - comment
     if end < 0:
@@ -169,9 +165,25 @@ def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> 
                 raise FormatError("its zip64 end record is not where the locator says")
     if begin + size != end:
         raise FormatError("its directory is not where its end record says")
-    if size > largest:
+    return None if size > largest else (read(begin, size), count, begin)
+
+
+def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> Archive | None:
+    """Read the directory of an archive; None if torch did not write it: it has no end, is compressed or encrypted.
+
+    Args:
+        read: Reads from the archive.
+        nbytes: The length of the archive.
+        largest: Longest directory in bytes; None is returned for an archive with a longer one.
+        comment: Length of the archive's comment in bytes. A container of this package has its footer there.
+
+    Raises:
+        FormatError: The directory contradicts itself.
+    """
+    if (directory := read_directory(read, nbytes, largest=largest, comment=comment)) is None:
         return None
-    data, at = read(begin, size), 0
+    data, count, begin = directory
+    at, size = 0, len(data)
     entries: dict[bytes, _Entry] = {}
     for _ in range(count):
         if at + _CENTRAL.size > size:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
-from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
+from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive, read_directory
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.record_file import Record
@@ -35,6 +34,8 @@ _LEGACY = re.compile(rb"\x80.(?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re
 """The beginning of files of torch.save before torch 1.6, or with ``_use_new_zipfile_serialization=False``."""
 _PLAIN = re.compile(rb"\x80[\x02-\x05]")
 """The beginning of a pickle that is no part of an archive. Such a pickle ends with a dot."""
+_SCRIPT = b"/constants.pkl"
+"""The end of the name of a record that only an archive of a TorchScript module has."""
 _HEAD = 512
 """Bytes at the beginning that hold the name of an archive's first record."""
 _WINDOW = 1024
@@ -186,21 +187,13 @@ def _archive(path: Location, nbytes: int) -> Archive:
     comment = footer if container_archive.is_ending(read(max(0, nbytes - footer), min(nbytes, footer))) else 0
     archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes, comment=comment)
     if archive is None:
-        if _is_script(path):
+        directory = read_directory(read, nbytes, largest=nbytes, comment=comment)
+        if directory is not None and _SCRIPT in directory[0]:
             raise FormatError("a module of TorchScript: torch.jit.load reads it. Save the module's state_dict()")
         raise FormatError("it was cut short, or is no archive of torch.save: there is no end of a plain ZIP archive")
     if PICKLE not in archive.nbytes or not archive.is_little:
         raise FormatError("an archive without data.pkl, or of a big-endian machine")
     return archive
-
-
-def _is_script(path: Location) -> bool:
-    """Whether a file is an archive with a module of TorchScript."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        return False
 
 
 def _ahead(read: Callable[[int, int], bytes], nbytes: int) -> Callable[[int, int], bytes]:

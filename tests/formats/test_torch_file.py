@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memory_store import MemoryStore
 
 import datastates as ds
 from datastates.cli import commands
 from datastates.errors import DatastatesError, FormatError, RestoreError, TrustError
+from datastates.formats import torch_file
 from datastates.providers import from_stateful
 from datastates.state import keys
+from datastates.storage import Location, stores
 
 
 class Own:
@@ -180,6 +183,19 @@ def test_torchscript_is_named(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
     with pytest.raises(FormatError, match="TorchScript"):
         ds.load(tmp_path / "script.pt")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, file = MemoryStore(), io.BytesIO()
+    monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
+    torch.save({"a": torch.arange(4)}, file)
+    store.create(Location("/a.pt"), file.getvalue())
+    assert list(torch_file.open(Location("/a.pt")).keys) == ["a"]
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), script := io.BytesIO())
+    store.create(Location("/script.pt"), script.getvalue())
+    with pytest.raises(FormatError, match="TorchScript"):
+        torch_file.open(Location("/script.pt"))
 
 
 def equal(ours: Any, stock: Any) -> bool:
