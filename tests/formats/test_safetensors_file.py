@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import subprocess
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from memory_store import MemoryStore
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
 
 import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError
+from datastates.formats import safetensors_file
 from datastates.providers import from_state_dict
+from datastates.storage import Location, stores
 
 
 def entry(shape: list[int], *offsets: int, dtype: str = "U8") -> str:
@@ -39,6 +44,23 @@ HOSTILE = {
     "no UTF-8": (b'{"\xff":' + A.encode() + b"}", 4),
     "metadata of numbers": (f'{{"__metadata__":{{"a":1}},"a":{A}}}', 4),
     "too many dimensions": (f'{{"a":{entry([1] * 65, 0, 1)}}}', 1),
+    "offsets that fall": (f'{{"a":{entry([4], 4, 0)}}}', 4),
+    "one offset": (f'{{"a":{entry([4], 0)}}}', 4),
+    "three offsets": (f'{{"a":{entry([4], 0, 4, 4)}}}', 4),
+    "an offset of 70 bits": (f'{{"a":{entry([4], 0, 2**70)}}}', 4),
+    "zero below zero": (f'{{"a":{entry([0], 0, 0).replace("[0]", "[-0]")}}}', 0),
+    "a length that is no integer": (f'{{"a":{entry([4], 0, 4).replace("[4]", "[4.0]")}}}', 4),
+    "a length that is true": (f'{{"a":{entry([4], 0, 1).replace("[4]", "[true]")}}}', 1),
+    "an overflow times zero": (f'{{"a":{entry([2**61, 8, 0], 0, 0)}}}', 0),
+    "no type": ('{"a":{"shape":[4],"data_offsets":[0,4]}}', 4),
+    "a type twice": (f'{{"a":{A.replace("{", """{"dtype":"U8",""")}}}', 4),
+    "an unknown field": (f'{{"a":{A.replace("{", """{"x":1,""")}}}', 4),
+    "metadata twice": (f'{{"__metadata__":{{}},"__metadata__":{{}},"a":{A}}}', 4),
+    "half a character": (f'{{"\\ud800":{A}}}', 4),
+    "a mark of byte order": (f'\ufeff{{"a":{A}}}', 4),
+    "a list": ("[]", 0),
+    "more behind the object": (f'{{"a":{A}}}x', 4),
+    "no tensor, but bytes": ("{}", 4),
 }
 
 
@@ -53,6 +75,31 @@ def test_a_hostile_header_is_refused(tmp_path: Path, attack: str, name: str) -> 
     write(tmp_path / name, *HOSTILE[attack])
     with pytest.raises(FormatError, match=name):
         ds.open(tmp_path / name)
+
+
+def test_what_the_library_refuses_is_refused(tmp_path: Path) -> None:
+    """Each byte of a header in turn is replaced by each of these."""
+    path, refused = tmp_path / "a.safetensors", 0
+    header = f'{{"__metadata__":{{"k":"v"}},"a":{A},"b":{entry([2], 4, 12, dtype="F32")},"c":{entry([0], 12, 12)}}}'
+    for at, byte in itertools.product(range(len(header)), b'-019,[]{}".e \\\xff\0'):
+        text = header.encode()
+        write(path, text[:at] + bytes([byte]) + text[at + 1 :], 12)
+        try:
+            with safe_open(path, "np"):
+                pass
+        except SafetensorError:
+            refused += 1
+            with pytest.raises(FormatError, match=r"a\.safetensors"):
+                safetensors_file.open_file(Location(path))
+    assert refused > 1000
+
+
+def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, path = MemoryStore(), Location("/a.safetensors")
+    monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
+    store.create(path, save({"a": torch.arange(4)}))
+    file = safetensors_file.open_file(path)
+    assert bytes(file.read_row(file.shards.row(0))) == torch.arange(4).numpy().tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 2, 1 << 31, 1 << 40, 2**64 - 1])
