@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 
 from datastates.commit import health, manifest, protection
-from datastates.commit.directory_tier import tier_of
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
@@ -50,7 +49,7 @@ def open_together(
 
     def keep() -> None:
         if meeting.rank:
-            reading.enter_context(tier_of(stored.head.path.parent).protect(stored.head.path))
+            protection.keep(lambda: stored.head.path, reading)
 
     meeting.begin(keep)
     return stored
