@@ -95,7 +95,8 @@ def snapshot(
 
     try:
         meet(world, name, target, prepare)
-        ballot = Ballot(world, f"{name}/commit", partial(next_alone, tier_of(target.parent)), step=step)
+        tier = tier_of(target.parent)
+        ballot = Ballot(world, f"{name}/commit", tier, partial(next_alone, tier), step=step)
     except BaseException:
         world.close()
         raise

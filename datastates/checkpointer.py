@@ -19,7 +19,6 @@ from datastates import _calls
 from datastates.commit import newest, retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.fence import Opening
 from datastates.commit.names import checked_step, step_name
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
@@ -101,7 +100,7 @@ class Checkpointer:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self._root)
             undo.callback(world.close)
-            self._opening = Opening.decode(self._root, meet(world, self._name, self._root, self._prepare))
+            self._opening = self._tier.opening(meet(world, self._name, self._root, self._prepare))
             undo.pop_all()
         self._snapshots = 0
         self._restores = itertools.count()
@@ -132,7 +131,7 @@ class Checkpointer:
     def _prepare(self) -> bytes:
         """On rank 0, before any rank writes: remove debris from the directory. Returns the opening for all ranks."""
         self._tier.sweep()
-        return Opening.begin(self._root).encode()
+        return self._tier.open().encode()
 
     # --- saving
 
@@ -170,7 +169,8 @@ class Checkpointer:
         number = self._snapshots
         before: list[Course] = []
         sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
-        ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", sequence, opening=self._opening)
+        name, opening = f"{self._name}/snapshot/{number}", self._opening
+        ballot = Ballot(self._engine.world, name, self._tier, sequence, opening=opening)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call

@@ -15,9 +15,8 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
-from datastates.commit.directory_tier import tier_of
-from datastates.commit.fence import Opening
 from datastates.commit.pending import Pending
+from datastates.commit.tier import Opening, Tier
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.errors import (
@@ -81,6 +80,7 @@ class Ballot:
         self,
         world: World,
         name: str,
+        tier: Tier,
         sequence: Callable[[], AbstractContextManager[int]],
         *,
         opening: Opening | None = None,
@@ -91,22 +91,22 @@ class Ballot:
         Args:
             world: The ranks.
             name: The name of the ballot: the same on all ranks, and used once in a run.
+            tier: The place of the checkpoint.
             sequence: Gives the checkpoint's sequence number. Entered on the coordinator around the commit.
-            opening: The opening of the directory that the checkpoint belongs to, if it belongs to one.
+            opening: The opening of the tier that the checkpoint belongs to, if it belongs to one.
             step: The step of the checkpoint.
         """
         self.world = world
         self._name = name
+        self._tier = tier
         self._sequence = sequence
         self._opening = opening
         self.step = step
-        self.attempt = world.token(name) if world.size > 1 else None
-        """The name of the attempt, which is part of the partial directory's name; None in a world of one rank."""
+        self._attempt = world.token(name) if world.size > 1 else None
 
-    @property
-    def mark(self) -> bytes:
-        """Bytes for the lock file of the partial directory: the opening's mark; empty without an opening."""
-        return b"" if self._opening is None else self._opening.mark
+    def pending(self, expected: Location) -> Pending:
+        """The checkpoint that is to be committed, which all ranks write. Its path is expected to be ``expected``."""
+        return self._tier.pending(expected, self._attempt, b"" if self._opening is None else self._opening.mark)
 
     def cast(
         self, vote: Vote, pending: Pending, target: Callable[[], Location], retain: Callable[[], None]
@@ -115,7 +115,7 @@ class Ballot:
 
         Args:
             vote: The vote of this rank.
-            pending: The partial directory that all ranks wrote into.
+            pending: The checkpoint, from :meth:`pending`.
             target: Returns the path that the checkpoint is to have. Called on the coordinator at the commit.
             retain: Called on the coordinator after the commit, before the other ranks are told.
 
@@ -159,7 +159,7 @@ class Ballot:
             if not is_told(error):
                 pending.files.clear()  # keep them: the coordinator may still commit them
             # the coordinator may have committed, and then ended, or its answer was lost
-            if (path := tier_of(pending.target.parent).of_attempt(pending.target, pending.attempt)) is not None:
+            if (path := self._tier.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
         if done[:1] == _SKIPPED:

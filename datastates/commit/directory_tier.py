@@ -16,7 +16,7 @@ from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, steps
 from datastates.commit.names import PARTIAL, STEP, as_debris, stem_of_partial, step_name
 from datastates.commit.pending import LOCK, Pending
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Opening, Tier
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock, store_of
@@ -30,6 +30,14 @@ _PATIENCE = 10.0
 
 class DirectoryTier(Tier):
     """The checkpoints that are directories in one directory. See :class:`Pending` for how one of them appears."""
+
+    @override
+    def open(self) -> Opening:
+        return fence.DirectoryOpening.begin(self.root)
+
+    @override
+    def opening(self, data: bytes) -> Opening:
+        return fence.DirectoryOpening.decode(self.root, data)
 
     @override
     def target(self, step: int, *, in_flight: bool = True) -> Location:

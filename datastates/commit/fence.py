@@ -27,11 +27,14 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
 from datastates.commit.directories import entries
 from datastates.commit.names import PARTIAL, STEP, as_debris
 from datastates.commit.pending import LOCK
+from datastates.commit.tier import Opening
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location
@@ -73,11 +76,8 @@ def lock_file(root: Location) -> Location:
     return root if newest is None else newest.path
 
 
-class Opening:
-    """One opening of a directory of checkpoints, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
-
-    Openings of one process never fence each other. Thread-safe.
-    """
+class DirectoryOpening(Opening):
+    """One opening of a directory of checkpoints."""
 
     def __init__(self, root: Location, number: int, owner: str, *, is_only: bool = False) -> None:
         """Keep the number and the owner that rank 0 determined.
@@ -97,11 +97,8 @@ class Opening:
         _openings.add(self)
 
     @classmethod
-    def begin(cls, root: Location) -> Opening:
-        """Number a new opening, as rank 0 does when it opens the directory.
-
-        A directory that cannot be written can still be read: the number is then written down by the first snapshot.
-        """
+    def begin(cls, root: Location) -> DirectoryOpening:
+        """Number a new opening, as :meth:`Tier.open` does."""
         owner = _owner(os.getpid())
         try:
             is_only = not _records(root)
@@ -110,28 +107,23 @@ class Opening:
             _log.info("%s is opened without a number: %s", root, error)
             return cls(root, 0, owner)
 
+    @override
     def encode(self) -> bytes:
-        """The opening as the bytes that rank 0 sends to the other ranks."""
         return pack([self._number, self._owner, self._is_only])
 
     @classmethod
-    def decode(cls, root: Location, data: bytes) -> Opening:
+    def decode(cls, root: Location, data: bytes) -> DirectoryOpening:
         """The inverse of :meth:`encode`."""
         number, owner, is_only = unpack(data)
         return cls(root, number, owner, is_only=is_only and owner == _owner(os.getpid()))
 
     @property
+    @override
     def mark(self) -> bytes:
-        """The contents of the lock file in a partial directory of this opening; empty without a number."""
         return f"{self._number} {self._owner}\n".encode() if self._number else b""
 
+    @override
     def begin_to_save(self) -> None:
-        """Fence all openings before this one. Later calls only check that this one is not fenced.
-
-        Raises:
-            FencedError: A newer opening has begun to save.
-            StorageError: The directory cannot be read or written.
-        """
         if not self._number:
             self._number = _numbered(self.root, self._owner)
         self.refuse_if_fenced()
@@ -142,8 +134,8 @@ class Opening:
         self._stop_older()
         self._saves = True
 
+    @override
     def refuse_if_fenced(self) -> None:
-        """Raise FencedError if a newer opening, of another process, has begun to save."""
         newest = _newest_saving(self.root)
         if newest is None or newest.number <= self._number:
             return
@@ -157,11 +149,8 @@ class Opening:
                 "one job that do not know of each other need init_process_group() first, or rank= and world_size="
             )
 
+    @override
     def close(self) -> None:
-        """Delete this opening's files if no other opening has any, so that a finished directory holds none.
-
-        Does nothing in a forked child. Never raises.
-        """
         if not self._is_only or os.getpid() != self._process:
             return
         with contextlib.suppress(OSError):
@@ -207,7 +196,7 @@ class Opening:
         return number.isdecimal() and int(number) < self._number and owner != self._owner
 
 
-_openings: weakref.WeakSet[Opening] = weakref.WeakSet()
+_openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
 """The openings of this process, and of the process that it was forked off."""
 
 

@@ -1,4 +1,7 @@
-"""The contract of a tier: complete checkpoints in one place. Readers see a checkpoint there, whole, or not at all."""
+"""The contract of a tier: complete checkpoints in one place. Readers see a checkpoint there, whole, or not at all.
+
+A tier also makes openings, which tell an earlier run that a newer one saves.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,39 @@ class Committed(NamedTuple):
     changed: int
 
 
+class Opening(ABC):
+    """One run's opening of a place, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
+
+    Openings of one process never fence each other. Thread-safe.
+    """
+
+    @property
+    @abstractmethod
+    def mark(self) -> bytes:
+        """The argument for :meth:`Tier.pending` by which a newer run knows the checkpoints of this opening."""
+
+    @abstractmethod
+    def encode(self) -> bytes:
+        """The opening as the bytes that rank 0 sends to the other ranks."""
+
+    @abstractmethod
+    def begin_to_save(self) -> None:
+        """Fence all openings before this one. Later calls only check that this one is not fenced.
+
+        Raises:
+            FencedError: A newer opening has begun to save.
+            StorageError: The place cannot be read or written.
+        """
+
+    @abstractmethod
+    def refuse_if_fenced(self) -> None:
+        """Raise FencedError if a newer opening, of another process, has begun to save."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing of this opening if no other one needs it. Does nothing in a forked child. Never raises."""
+
+
 class Tier(ABC):
     """Commits, lists, protects and deletes the checkpoints in one place.
 
@@ -44,6 +80,17 @@ class Tier(ABC):
         self.root = root
 
     # --- writing
+
+    @abstractmethod
+    def open(self) -> Opening:
+        """Number a new opening, as rank 0 does when it opens the place.
+
+        A place that cannot be written can still be read: the number is then written down by the first snapshot.
+        """
+
+    @abstractmethod
+    def opening(self, data: bytes) -> Opening:
+        """The opening that rank 0 encoded."""
 
     @abstractmethod
     def target(self, step: int, *, in_flight: bool = True) -> Location:

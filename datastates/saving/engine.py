@@ -12,7 +12,6 @@ from functools import partial
 
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
@@ -130,9 +129,7 @@ class Engine:
 
         def choose_ending() -> Ending:
             course.path = expected()
-            return CheckpointEnding(
-                tier_of(course.path.parent).pending(course.path, ballot.attempt, ballot.mark), ballot, target, retain
-            )
+            return CheckpointEnding(ballot.pending(course.path), ballot, target, retain)
 
         return self._take(self._saver, collected, course, choose_ending, ballot)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from memory_store import MemoryStore
 
-from datastates.commit import directories, health, manifest, newest, retention, sequence
+from datastates.commit import directories, fence, health, manifest, newest, retention, sequence
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.fence import Opening
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier
-from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
 from datastates.storage import Location, Store, store_of, stores
 
 
@@ -129,16 +128,30 @@ def test_a_commit_that_fails_after_the_name_is_taken_back(
     assert directories.entries(tier.root) == []
 
 
-def test_an_older_opening_is_fenced(tier: Tier) -> None:
+@pytest.mark.parametrize("owners", [["a", "a"], ["a", "b"]], ids=["one process", "two processes"])
+def test_a_newer_opening_of_another_process_fences(
+    owners: list[str], tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_of(tier.root).make_folder(tier.root)
-    first = Opening.begin(tier.root)
+    names = iter(owners)
+    monkeypatch.setattr(fence, "_owner", lambda process: next(names))
+    first, second = tier.open(), tier.open()
+    monkeypatch.setattr(fence, "_owner", lambda process: "neither")
+    first = tier.opening(first.encode())
     first.begin_to_save()
     begun = tier.pending(tier.target(1), mark=first.mark).begin()
-    second = Opening.begin(tier.root)
-    second.begin_to_save()  # of the same process, so it fences nobody
     first.refuse_if_fenced()
-    assert begun.directory in directories.entries(tier.root)
+    second.begin_to_save()
+    if owners[0] == owners[1]:
+        first.refuse_if_fenced()
+        assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(tier.root)
+        return
+    with pytest.raises(FencedError, match="a newer run saves in"):
+        first.refuse_if_fenced()
+    with pytest.raises(StorageError):
+        begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
     begun.abandon()
+    assert newest.committed(tier) == {}
 
 
 @pytest.mark.parametrize("replace", [False, True])
