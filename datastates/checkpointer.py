@@ -261,7 +261,7 @@ class Checkpointer:
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""
         with self._retention:
-            retention.retain(self._tier, keep_last=self.settings.keep_last, keep_every=self.settings.keep_every)
+            retention.retain(self._tier, self.settings.keep)
 
     # --- restoring
 

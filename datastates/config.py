@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
@@ -151,6 +152,14 @@ class RankSettings(IoSettings):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The checkpoints that retention keeps, as ``keep_last`` and ``keep_every`` of :class:`Settings` say."""
+
+    last: int | None = None
+    every: int | None = None
+
+
 class Settings(RankSettings):
     """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
 
@@ -217,6 +226,11 @@ class Settings(RankSettings):
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: nothing is deleted without keep_last")
         return self
+
+    @property
+    def keep(self) -> Keep:
+        """The checkpoints that retention keeps."""
+        return Keep(self.keep_last, self.keep_every)
 
 
 class IoOptions(TypedDict, total=False):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datastates.commit import health
 from datastates.commit.newest import in_order
 from datastates.commit.tier import Tier
+from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -40,36 +41,31 @@ def superseded(tier: Tier) -> list[Location]:
     return found[::-1]
 
 
-def outdated(tier: Tier, *, keep_last: int | None, keep_every: int | None) -> list[Location]:
+def outdated(tier: Tier, keep: Keep) -> list[Location]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
 
-    A damaged checkpoint does not count towards ``keep_last``: so many are kept that look whole.
-
-    Args:
-        tier: The place of the checkpoints.
-        keep_last: Number of newest checkpoints to keep; None keeps all.
-        keep_every: Checkpoints at multiples of this step are kept, too; None adds none.
+    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole.
 
     Raises:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
     again = superseded(tier)
-    if keep_last is None:
+    if keep.last is None:
         return again
     kept, old = 0, []
     for step, path in _newest_first(tier):
-        if kept == keep_last:
-            if path not in again and (keep_every is None or step % keep_every):
+        if kept == keep.last:
+            if path not in again and (keep.every is None or step % keep.every):
                 old.append(path)
         elif path not in again and health.problem(path) is None:
             kept += 1
     return [*again, *old[::-1]]
 
 
-def retain(tier: Tier, *, keep_last: int | None, keep_every: int | None) -> None:
+def retain(tier: Tier, keep: Keep) -> None:
     """Delete the checkpoints that :func:`outdated` finds. One that cannot be deleted stays, and is logged."""
     with _warning():
-        for path in outdated(tier, keep_last=keep_last, keep_every=keep_every):
+        for path in outdated(tier, keep):
             with _warning():
                 tier.remove(path)
 

@@ -15,6 +15,7 @@ from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier
+from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
 from datastates.storage import Location, Store, store_of, stores
 
@@ -75,7 +76,7 @@ def test_a_step_that_is_saved_again_gets_a_revision_and_is_the_newest(tier: Tier
         "step-00000002.r1",
     ]
     assert newest.find(tier.root, 2).name == "step-00000002.r1"
-    retention.retain(tier, keep_last=1, keep_every=None)
+    retention.retain(tier, Keep(last=1))
     assert [path.name for path in directories.steps(tier.root)] == ["step-00000002.r1"]
 
 

@@ -20,6 +20,7 @@ from datastates.commit import directory_tier, manifest, newest, retention
 from datastates.commit.directory_tier import DirectoryTier, tier_of
 from datastates.commit.pending import Pending
 from datastates.commit.tier import Tier
+from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
@@ -270,7 +271,7 @@ def test_the_only_whole_one_stays_whatever_is_damaged(tmp_path: Path) -> None:
         ):
             shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
             damage(tmp_path / "step-00000009")
-            assert retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None) == []
+            assert retention.outdated(tier_of(tmp_path), Keep(last=1)) == []
             shutil.rmtree(tmp_path / "step-00000009")
 
 
@@ -281,7 +282,7 @@ def test_a_damaged_revision_supersedes_nothing(tmp_path: Path) -> None:
         second.wait_committed()
         shutil.copytree(second.path, tmp_path / "step-00000001.r5")
         os.truncate(tmp_path / "step-00000001.r5" / "rank-00000.pt", 100)
-    assert retention.outdated(tier_of(tmp_path), keep_last=None, keep_every=None) == []
+    assert retention.outdated(tier_of(tmp_path), Keep()) == []
     shutil.rmtree(tmp_path / "step-00000001.r5")
 
 

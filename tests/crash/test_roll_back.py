@@ -16,6 +16,7 @@ import datastates as ds
 from datastates._base import faults
 from datastates.commit import directory_tier, manifest, newest, retention, sequence
 from datastates.commit.directory_tier import tier_of
+from datastates.config import Keep
 from datastates.errors import FormatError, StorageError
 
 
@@ -160,8 +161,8 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
     directory_tier.sequence_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO))
     with pytest.raises(StorageError, match="step-00000080"):
-        retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None)
-    assert retention.outdated(tier_of(tmp_path), keep_last=1, keep_every=None) == [tmp_path / "step-00000080"]
+        retention.outdated(tier_of(tmp_path), Keep(last=1))
+    assert retention.outdated(tier_of(tmp_path), Keep(last=1)) == [tmp_path / "step-00000080"]
 
 
 def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
