@@ -26,6 +26,7 @@ from datastates.errors import (
     rank_names,
     storage_errors,
 )
+from datastates.ranks.keys import Place
 from datastates.ranks.polling import slowest, until
 
 COORDINATOR = 0
@@ -125,7 +126,7 @@ class BoardWorld:
     - ``read``: marked by each rank that is done with this agreement. When all are, rank 0 deletes the boxes.
     """
 
-    def __init__(self, rank: int, size: int, board: Board, *, timeout: float, store: object = None) -> None:
+    def __init__(self, rank: int, size: int, board: Board, *, timeout: float, place: Place | None = None) -> None:
         """Take part in the agreements of several ranks.
 
         Args:
@@ -133,9 +134,9 @@ class BoardWorld:
             size: The number of ranks.
             board: The board on which the ranks exchange messages.
             timeout: Seconds that one wait may take.
-            store: The framework's store that holds the board; None for a board elsewhere.
+            place: The framework's store that holds the board; None for a board elsewhere.
         """
-        self.rank, self.size, self.store = rank, size, store
+        self.rank, self.size, self.place = rank, size, place
         self._board = board
         self.timeout = timeout
         self._interval = slowest(size)

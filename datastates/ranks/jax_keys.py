@@ -138,4 +138,10 @@ def place() -> Place | None:
     rank: int = state.process_id
     with _lock:
         service = _service(state, state.client)  # the client itself cannot be referenced weakly
-    return Place(rank, state.num_processes, service, lambda silence: JaxKeys(service, rank, silence=silence))
+    return Place(
+        rank,
+        state.num_processes,
+        service,
+        lambda silence: JaxKeys(service, rank, silence=silence),
+        refuses_by_itself=True,
+    )

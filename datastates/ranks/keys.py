@@ -51,3 +51,5 @@ class Place:
     """An object that exists as long as the store does, and can be referenced weakly."""
     keys: Callable[[float], Keys]
     """Connects to the store. Its argument: seconds to wait for an answer before the server counts as gone."""
+    refuses_by_itself: bool = False
+    """Whether calls fail, with the remedy, once the framework's ranks have changed."""

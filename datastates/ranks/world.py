@@ -33,14 +33,14 @@ class World(Protocol):
     Attributes:
         rank: The number of this rank, from 0.
         size: The number of ranks.
-        store: The framework's store where the ranks meet; None if they do not meet in one.
+        place: The framework's store where the ranks meet; None if they do not meet in one.
         timeout: Seconds that one wait for the other ranks may take. Rank 0 waits a fifth less, but at most 30 s less:
             it needs the rest to tell the others who is missing.
     """
 
     rank: int
     size: int
-    store: object
+    place: Place | None
     timeout: float
 
     def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
@@ -82,7 +82,7 @@ class SoloWorld:
     size = 1
     timeout = float("inf")
 
-    store: object = None
+    place: Place | None = None
 
     def __init__(self, *, by_wish: bool = True) -> None:
         """Make a world of one rank; see the attributes."""
@@ -189,8 +189,7 @@ class _Round:
             keys.close()
             raise
         board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._rounds.end, keys, number))
-        place = self._place
-        return BoardWorld(place.rank, place.size, board, timeout=self._timeout, store=place.store)
+        return BoardWorld(self._place.rank, self._place.size, board, timeout=self._timeout, place=self._place)
 
     def refuse(self, tell: Callable[[World], object]) -> None:
         with contextlib.suppress(Exception):  # the caller raises this rank's own error
@@ -210,15 +209,15 @@ def refuse_outdated(world: World) -> None:
 
     Logs a warning if this process saves alone, and its launcher has started several.
     """
-    if (isinstance(world, SoloWorld) and world.by_wish) or (world.store is None and world.size > 1):
+    if (isinstance(world, SoloWorld) and world.by_wish) or (world.place is None and world.size > 1):
         return
-    if isinstance(world.store, jax_keys.Service):
-        return  # its calls refuse by themselves
+    if world.place is not None and world.place.refuses_by_itself:
+        return
     place = _place()
     if place is None:
         if world.size == 1 and (ranks := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(ranks) > 1:
             _warn_that_alone(ranks)
-    elif place.store is not world.store:
+    elif world.place is None or place.store is not world.place.store:
         since = "before the ranks knew of each other" if world.size == 1 else "for ranks that have parted since"
         raise SettingsError(
             f"rank: this was opened {since}, as rank {world.rank} of {world.size}; now the process is rank "
