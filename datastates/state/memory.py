@@ -35,7 +35,7 @@ def reserve(nbytes: int, device: Any) -> None:
     """
     import torch
 
-    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+    with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 

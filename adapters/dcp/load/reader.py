@@ -257,7 +257,7 @@ class DataStatesStorageReader(FileSystemReader):
         """Let torch read the whole stored part of an item; an error names the item."""
         try:
             super().read_data(dataclasses.replace(plan, items=[item]), planner)
-        except (OSError, ValueError, torch.cuda.OutOfMemoryError):
+        except (OSError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             path = Location(self.path) / self.storage_data[item.storage_index].relative_path
