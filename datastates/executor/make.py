@@ -5,7 +5,7 @@ from __future__ import annotations
 from datastates.config import IoSettings
 from datastates.executor.cache_size import automatic_cache
 from datastates.executor.executor import Executor
-from datastates.state import streams
+from datastates.state import devices
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
@@ -28,6 +28,6 @@ def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
 
 def prepare(executor: Executor, settings: IoSettings) -> None:
     """Begin to allocate and page-lock the host cache, if CUDA is in use and the settings give a size."""
-    device = streams.current_device()
+    device = devices.current_device()
     if device is not None and settings.host_cache != "auto":
         executor.prepare(device, settings.host_cache)

@@ -11,7 +11,7 @@ from functools import cached_property
 from datastates.executor.executor import Executor
 from datastates.reading.new_tensors import Batch, FoundTensor, nbytes_of
 from datastates.reading.tensors import Tensors
-from datastates.state import streams
+from datastates.state import devices
 from datastates.state.new_memory import Into
 
 _log = logging.getLogger("datastates")
@@ -145,4 +145,4 @@ class NextTensors:
 
     def _current_stream(self) -> int:
         device = self._into.device
-        return 0 if device is None else streams.current_stream("torch", device.index)
+        return 0 if device is None else devices.current_stream("torch", device.index)

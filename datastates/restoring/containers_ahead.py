@@ -8,8 +8,8 @@ from datastates.executor.executor import Executor
 from datastates.reading.reads import AHEAD_MINIMUM, Reads
 from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
+from datastates.state.devices import current_device
 from datastates.state.provider import StateProvider, stored_name, walk_unique
-from datastates.state.streams import current_device
 
 
 def begin(

@@ -23,7 +23,7 @@ from datastates.reading.tensors import FoundRow
 from datastates.restoring.compared import Compared, difference
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
-from datastates.state import streams, tensor_scan
+from datastates.state import devices, tensor_scan
 from datastates.state.arrays import Destinations
 from datastates.state.parts import Part, uncovered
 from datastates.state.provider import Saved
@@ -227,7 +227,7 @@ class SavedState(Compared, Saved):
         if not has_memory or any(difference(row, shard) for row, shard in apart):
             return False
         nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
-        places = live.address, live.device, streams.streams(live.device)
+        places = live.address, live.device, devices.streams(live.device)
         columns = stored.file_offset, nbytes, *places, stored.whole, np.full(len(nbytes), "", object)
         reads.add_many(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
         for row, shard in apart:

@@ -20,7 +20,7 @@ from datastates.saving.collect import Collected
 from datastates.saving.course import Course
 from datastates.saving.frame import Frame
 from datastates.saving.structure import Structure
-from datastates.state import jax_arrays, streams
+from datastates.state import devices, jax_arrays
 from datastates.state import versions as array_versions
 from datastates.state.provider import Encoder
 from datastates.state.shards import Shard, Shards, full_key
@@ -156,7 +156,7 @@ class Running:
         self.lazy_serialized.wait()
         self.witness.compare()
         try:
-            self.job.gate(streams.consumer_streams(self.collected.structure.devices))
+            self.job.gate(devices.consumer_streams(self.collected.structure.devices))
             if self.collected.structure.donatable:
                 self.job.wait_captured()  # JAX alone knows the streams of its computations: they cannot be made to wait
                 self.witness.lost()

@@ -15,10 +15,10 @@ import numpy as np
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.state import dtensors, dtypes, jax_arrays, subclasses
+from datastates.state.devices import current_stream
 from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
-from datastates.state.streams import current_stream
 from datastates.state.strides import is_dense, row_major, span
 
 

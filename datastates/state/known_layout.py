@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base import gc_pause
-from datastates.state import arrays, dtypes, tensor_scan
-from datastates.state import streams as array_streams
+from datastates.state import arrays, devices, dtypes, tensor_scan
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard, Shards
 from datastates.state.strides import span
@@ -44,7 +43,7 @@ class Known:
             and lazy == self.lazy
             and seen.places == self.places
             and seen.specs == self.specs
-            and all(array_streams.current_stream(kind, device) == stream for kind, device, stream in self.streams)
+            and all(devices.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
 
@@ -132,7 +131,7 @@ def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> 
         seen.address.tolist(),
         nbytes.tolist(),
         seen.device.tolist(),
-        array_streams.streams(seen.device).tolist(),
+        devices.streams(seen.device).tolist(),
         strict=True,
     )
     names = [dtype.name for dtype in dtypes.ALL]

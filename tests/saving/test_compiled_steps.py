@@ -101,7 +101,7 @@ def test_what_fails_in_the_gate_fails_the_snapshot_and_not_the_step(
         with held(until=(WriteJob, "abort")):
             snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=1)
             with monkeypatch.context() as patch:
-                patch.setattr("datastates.state.streams.consumer_streams", fail)
+                patch.setattr("datastates.state.devices.consumer_streams", fail)
                 training.step()
         with pytest.raises(LookupError, match="no stream"):
             snapshot.wait_committed()

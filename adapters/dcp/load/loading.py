@@ -14,7 +14,7 @@ from datastates.container.file import Container
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.reading.reads import AHEAD_MINIMUM, Reads
-from datastates.state.streams import current_device
+from datastates.state.devices import current_device
 from datastates.storage import Location
 
 Place = tuple[ReadItem, _StorageInfo]

@@ -20,8 +20,8 @@ from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.saving import gate
 from datastates.saving.course import Course
 from datastates.state import arrays, dtensors
-from datastates.state import streams as array_streams
 from datastates.state import versions as array_versions
+from datastates.state.devices import current_device
 from datastates.state.laziness import is_lazy_by_default
 
 GRACE = 60.0
@@ -230,7 +230,7 @@ def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
     The current device, if any, always gets one.
     """
     streams = []
-    current = array_streams.current_device()
+    current = current_device()
     for device in {device.index for device in devices if device.type == "cuda"} | {current} - {None}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
