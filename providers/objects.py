@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.providers.nested.tree import Match, TreeProvider
-from datastates.state import memory
+from datastates.state import devices, memory
 from datastates.state.provider import Saved
 
 
@@ -74,20 +73,12 @@ def _get() -> dict[str, Any]:
     torch = loaded("torch")
     if torch is not None:
         state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state | devices.rng_states()
 
 
 def _set(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if "torch" in state:
-        torch = importlib.import_module("torch")
-        torch.set_rng_state(state["torch"])
-        stored = state.get("cuda", [])
-        present = torch.cuda.device_count() if stored else 0
-        if present < len(stored):
-            warnings.warn(f"random states of {len(stored)} GPUs were saved, {present} are here", stacklevel=2)
-        for device, generator in enumerate(stored[:present]):
-            torch.cuda.set_rng_state(generator, device)
+        importlib.import_module("torch").set_rng_state(state["torch"])
+        devices.set_rng_states(state)

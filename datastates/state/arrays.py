@@ -14,8 +14,7 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.state import dtensors, dtypes, jax_arrays, subclasses
-from datastates.state.devices import current_stream
+from datastates.state import devices, dtensors, dtypes, jax_arrays, subclasses
 from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
@@ -44,7 +43,7 @@ def kind_of(value: Any) -> str | None:
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
     return (
         subclasses.is_usual(type(value))
-        and (value.is_cpu or value.is_cuda)
+        and (value.is_cpu or devices.holds(value))
         and value.layout is torch.strided
         and not value.is_nested
         and _torch_dtype(value.dtype) is not None
@@ -114,7 +113,7 @@ def _view(array: Any) -> _View:
             tuple(array.stride()),
             array.data_ptr(),
             array.untyped_storage().data_ptr(),
-            array.device.index if array.is_cuda else HOST,
+            HOST if array.is_cpu else devices.number(kind, array),
             array,
         )
     dtype = _numpy_dtype(array.dtype)
@@ -124,7 +123,7 @@ def _view(array: Any) -> _View:
     if any(s < 0 or s % dtype.itemsize for s in array.strides):
         array = array.copy(order="C")
     pointer = array.ctypes.data if kind == "numpy" else array.data.ptr
-    device = HOST if kind == "numpy" else array.device.id
+    device = HOST if kind == "numpy" else devices.number(kind, array)
     stride = tuple(s // dtype.itemsize for s in array.strides)
     return _View(kind, dtype, array.shape, stride, pointer, pointer, device, array)
 
@@ -179,7 +178,7 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
             high = max(views[i].end for i in cluster)
             first = views[cluster[0]]
             owner = [views[i].array for i in cluster]
-            stream = current_stream(first.kind, first.device)
+            stream = devices.current_stream(first.kind, first.device)
             buffer = Buffer(low, high - low, first.device, stream, owner)
             for i in cluster:
                 buffers[i] = buffer
@@ -320,7 +319,8 @@ def _own_place(view: _View, array: object) -> Buffer | None:
     """An array's memory if its elements fill it exactly, else None."""
     if view.array is not dtensors.local(array) or not is_dense(view.shape, view.stride):
         return None
-    return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
+    stream = devices.current_stream(view.kind, view.device)
+    return Buffer(view.pointer, view.end - view.pointer, view.device, stream, array)
 
 
 class Destinations(Described):
@@ -383,8 +383,8 @@ def memory(array: Any) -> Buffer:
     """Describe the memory of a new contiguous array: a torch tensor on any device, or a NumPy array."""
     if kind_of(array) != "torch":
         return Buffer(array.ctypes.data, array.nbytes, owner=array)
-    device = array.device.index if array.is_cuda else HOST
-    return Buffer(array.data_ptr(), array.nbytes, device, current_stream("torch", device), array)
+    device = HOST if array.is_cpu else devices.number("torch", array)
+    return Buffer(array.data_ptr(), array.nbytes, device, devices.current_stream("torch", device), array)
 
 
 def address(array: Any) -> int:

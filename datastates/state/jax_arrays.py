@@ -16,6 +16,7 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
+from datastates.state.devices import number_in_jax
 from datastates.state.parts import HeldPart, replicas
 from datastates.state.shards import HOST
 
@@ -111,17 +112,17 @@ def memory(data: Any) -> tuple[Any, int, int]:
         An object that keeps the memory alive, with the array's shape, and with its strides if it is in host memory; the
         address; the CUDA device number or :data:`HOST`.
     """
-    device = next(iter(data.devices()))
-    if device.platform != "cpu" and _is_plain(data, device):
+    number = number_in_jax(next(iter(data.devices())))
+    if number is not None and _is_plain(data):
         data.block_until_ready()
-        return data, int(data.unsafe_buffer_pointer()), int(device.local_hardware_id)
+        return data, int(data.unsafe_buffer_pointer()), number
     host = np.asarray(data)
     return host, host.ctypes.data, HOST
 
 
-def _is_plain(data: Any, device: Any) -> bool:
-    """Whether an array lies in CUDA memory, in row-major order and with whole bytes for each element, as in NumPy."""
-    if "cuda" not in device.client.platform_version.lower() or data.sharding.memory_kind not in (None, "device"):
+def _is_plain(data: Any) -> bool:
+    """Whether an array lies in its device's own memory, in row-major order and with whole bytes for each element."""
+    if data.sharding.memory_kind not in (None, "device"):
         return False
     order = data.format.layout.major_to_minor
     is_packed = data.dtype.itemsize == 1 and data.dtype.name.endswith(("int2", "int4", "float4_e2m1fn"))

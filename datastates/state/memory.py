@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import dtensors, dtypes, subclasses
+from datastates.state import devices, dtensors, dtypes, subclasses
 from datastates.state.arrays import _view, kind_of
 from datastates.state.shards import ArrayRef, Shard
 from datastates.state.strides import overlap, span
@@ -117,7 +117,7 @@ def fresh(ref: ArrayRef, like: Any = None, device: Any = None) -> Any:
             return torch.empty_like(like, dtype=_torch_dtype(torch, ref), requires_grad=False)
     elif subclasses.is_tensor(like):
         device = like.device
-    return empty(ref, device if getattr(device, "type", None) == "cuda" else None)
+    return empty(ref, device if devices.is_accelerator(device) else None)
 
 
 def _torch_dtype(torch: Any, ref: ArrayRef) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
-from datastates.state import memory
+from datastates.state import devices, memory
 from datastates.state.shards import ArrayRef
 
 Framework: TypeAlias = Literal["pt", "np"]
@@ -48,7 +48,7 @@ class Into:
                 import_module("torch")
             except ImportError as error:
                 raise ImportError("framework: 'pt' needs torch, which is not installed") from error
-        return cls(framework, _cuda_device(device))
+        return cls(framework, devices.chosen(device))
 
     @property
     def with_torch(self) -> bool:
@@ -78,33 +78,3 @@ class Into:
 
 AS_SAVED = Into()
 """New arrays in host memory: torch's for arrays that torch saved, if it is installed, and NumPy's for all others."""
-
-
-def _cuda_device(device: Device) -> Any | None:
-    """Turn the device that the user gave into a CUDA device with a number; None for host memory.
-
-    Args:
-        device: The device. ``"cuda"`` means torch's current CUDA device.
-
-    Raises:
-        TypeError, ValueError: ``device`` is no device, or neither host memory nor a CUDA device of this process.
-        ImportError: ``device`` is not ``"cpu"``, and torch is not installed.
-    """
-    if isinstance(device, str) and device == "cpu":
-        return None
-    import torch
-
-    if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
-        raise TypeError(f"device: {device!r:.80} is no device")
-    try:
-        meant = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: {device!r:.80} is no device") from error
-    if meant.type == "cpu":
-        return None
-    if meant.type != "cuda":
-        raise ValueError(f"device: {device!r:.80} is neither the CPU nor a CUDA device")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0 or (meant.index or 0) >= count:
-        raise ValueError(f"device: {device!r:.80} does not exist: torch finds {count} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if meant.index is None else meant.index)

@@ -13,7 +13,7 @@ from datastates import _native
 from datastates._base.columns import I32, I64, U8, U64
 from datastates._base.loaded import loaded
 from datastates.state import dtensors, dtypes
-from datastates.state.shards import HOST
+from datastates.state.devices import number_in_dlpack
 from datastates.state.strides import row_majors
 
 ITEMSIZES: U64 = np.array([dtype.itemsize for dtype in dtypes.ALL], np.uint64)
@@ -137,8 +137,7 @@ def _mapped(words: I64, meaning: Callable[[int], int | None]) -> I64 | None:
 
 
 def _exchanged_devices(word: int) -> int | None:
-    kind, number = word >> 32, word & 0xFFFFFFFF
-    return {1: HOST, 2: number}.get(kind)  # DLPack's kDLCPU and kDLCUDA
+    return number_in_dlpack(word >> 32, word & 0xFFFFFFFF)
 
 
 @functools.cache

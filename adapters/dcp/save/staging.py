@@ -19,9 +19,8 @@ from datastates._base.waiting import Flag
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.saving import gate
 from datastates.saving.course import Course
-from datastates.state import arrays, dtensors
+from datastates.state import arrays, devices, dtensors
 from datastates.state import versions as array_versions
-from datastates.state.devices import current_device
 from datastates.state.laziness import is_lazy_by_default
 
 GRACE = 60.0
@@ -90,7 +89,7 @@ class Staged:
         self._latest = begin + grace
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._streams = _side_streams(self._devices | {tensor.device for tensor in tensors})
+        self._streams = devices.side_streams(self._devices | {tensor.device for tensor in tensors})
         self.course = Course(step, sum(tensor.nbytes for tensor in tensors), begin)
         self.course.attach(self.wait_begun, dict, list)
         if not owned:
@@ -138,9 +137,7 @@ class Staged:
         context is left by an error, the gate opens.
         """
         try:
-            with contextlib.ExitStack() as stack:
-                for stream in self._streams:
-                    stack.enter_context(torch.cuda.stream(stream))
+            with devices.enqueueing_on(self._streams):
                 yield
         except BaseException as error:
             self.give_up(error)
@@ -222,17 +219,3 @@ def _is_watched(tensor: torch.Tensor) -> bool:
     """Whether a change of a tensor can be noticed. Other tensors, such as instances of subclasses, are copied."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return plain and arrays.kind_of(tensor) is not None
-
-
-def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
-    """For each device a stream that waits for all work enqueued so far on the device's current stream.
-
-    The current device, if any, always gets one.
-    """
-    streams = []
-    current = current_device()
-    for device in {device.index for device in devices if device.type == "cuda"} | {current} - {None}:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        streams.append(stream)
-    return streams
