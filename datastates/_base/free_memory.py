@@ -1,10 +1,10 @@
-"""How much memory this process can still allocate: in host memory, and on a CUDA device."""
+"""How much host memory this process can still allocate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class _Files(NamedTuple):
@@ -69,14 +69,6 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         while group.is_relative_to(top):
             yield group, files
             group = group.parent
-
-
-def device_memory(device: Any) -> int:
-    """Bytes of a CUDA device that torch can still allocate: free ones, and those that torch keeps for reuse."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _number(file: Path) -> int | None:

@@ -11,6 +11,7 @@ from datastates._base import free_memory
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
 from datastates.reading.tensors import TensorFile
+from datastates.state import devices
 from datastates.state.new_memory import Into
 from datastates.storage.location import Location
 
@@ -28,7 +29,7 @@ def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) ->
     on_host, on_device = needed(files, into)
     refuse_on_host(path, on_host, "read single arrays by datastates.open()")
     if into.device is not None:
-        free = free_memory.device_memory(into.device)
+        free = devices.free_memory(into.device)
         _refuse(path, on_device, free, f"memory of {into.device}", "load it without device=")
 
 

@@ -16,6 +16,7 @@ from datastates.errors import OutOfMemoryError
 from datastates.formats import own
 from datastates.providers import from_state_dict
 from datastates.reading.needed_memory import needed, refuse_too_large
+from datastates.state import devices
 from datastates.state.new_memory import AS_SAVED, Into
 from datastates.storage.location import Location
 
@@ -37,7 +38,7 @@ def saved(state: dict[str, Any], tmp_path: Path) -> Path:
 
 def free(monkeypatch: pytest.MonkeyPatch, host: int, device: int = 0) -> None:
     monkeypatch.setattr(free_memory, "host_memory", lambda swap: host)
-    monkeypatch.setattr(free_memory, "device_memory", lambda which: device)
+    monkeypatch.setattr(devices, "free_memory", lambda which: device)
 
 
 def test_load_says_what_it_needs(

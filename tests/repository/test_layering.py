@@ -67,6 +67,11 @@ NO_CHECKPOINTS = {
     "cli.output": "keeps the interpreter from writing to a closed pipe",
     "container.pickle_policy": "makes the paths that are part of a state",
 }
+KNOW_CUDA = {
+    "adapters.looks": "names a module of torch that starts programs",
+    "demo.torch_gpt": "a user's program",
+}
+"""The modules beside ``state.devices`` that know a kind of accelerator."""
 FACES = {
     "checkpointer",
     "exporting.export",
@@ -211,6 +216,25 @@ def test_only_stores_touch_files() -> None:
         module: {"pathlib"} for module in FACES
     }
     assert all(found[module] for module in NO_CHECKPOINTS)
+
+
+def test_one_module_knows_the_kinds_of_accelerators() -> None:
+    assert {module for module, path in MODULES.items() if _knows_cuda(ast.parse(path.read_text()))} == {
+        "state.devices",
+        *KNOW_CUDA,
+    }
+
+
+def _knows_cuda(tree: ast.Module) -> bool:
+    """Whether a module's code, apart from its docstrings, has a name or a text with ``cuda`` in it."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = (
+        getattr(node, field, None)
+        for node in ast.walk(tree)
+        if id(node) not in docstrings
+        for field in ("attr", "id", "name", "arg", "module", "value")
+    )
+    return any(isinstance(word, str) and "cuda" in word for word in words)
 
 
 def test_frameworks_are_imported_inside_functions_only() -> None:
