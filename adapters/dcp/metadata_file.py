@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates.errors import StorageError
 from datastates.storage import Location, store_of
+from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
 FILE = ".metadata"
@@ -30,11 +31,10 @@ def path_of(directory: Location, rank: int | None) -> Location:
 def read(path: Location) -> Metadata | None:
     """Unpickle the metadata; None if the file is missing, unreadable or holds something else."""
     try:
-        if not store_of(path).exists(path):
-            return None
         found = pickle.loads(store_of(path).read_all(path))
     except Exception as error:
-        _log.warning("%s cannot be read, and is replaced: %s", path, error)
+        if not (isinstance(error, StorageError) and error.errno in ABSENT):
+            _log.warning("%s cannot be read, and is replaced: %s", path, error)
         return None
     return found if isinstance(found, Metadata) else None
 

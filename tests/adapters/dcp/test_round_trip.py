@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from datastates import _native
 from datastates._base import faults
 from datastates.adapters import dcp as ours
-from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter
+from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, metadata_file
 from datastates.adapters.dcp.save.items import Written
 from datastates.errors import CommitError, ProviderError, SettingsError, StorageError
+from datastates.storage import Location
+from datastates.storage.local import LocalStore
 from states import SMALL, Parts, copied, every_kind, files, loaded, problems, same, save_with
 
 HOW = ["stock", "ours", "thread", "snapshot"]
@@ -272,3 +274,18 @@ def test_metadata_that_is_damaged_is_replaced(tmp_path: Path, caplog: pytest.Log
     save_with("ours", {"w": torch.zeros(3)}, tmp_path)
     assert "cannot be read, and is replaced" in caplog.text
     same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.zeros(3)})
+
+
+def test_metadata_that_vanishes_before_it_is_read_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_with("ours", {"w": torch.ones(3)}, tmp_path)
+    read_all = LocalStore.read_all
+
+    def read_too_late(store: LocalStore, path: Location, most: int | None = None) -> bytes:
+        (tmp_path / ".metadata").unlink()
+        return read_all(store, path, most)
+
+    monkeypatch.setattr(LocalStore, "read_all", read_too_late)
+    assert metadata_file.read(Location.of(tmp_path / ".metadata")) is None
+    assert [record for record in caplog.records if record.name == "datastates"] == []
