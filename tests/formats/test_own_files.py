@@ -1,15 +1,18 @@
-"""Files that this package writes for other frameworks are read in the folders of these frameworks, too."""
+"""Files that this package writes for other frameworks are read alone, and in the folders of these frameworks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import datastates as ds
 from datastates.adapters.torch_files import FileSettings, TorchFiles
-from datastates.formats import hugging_face, trainer
+from datastates.container import file
+from datastates.formats import hugging_face, own, trainer
 from datastates.formats.recognise import recognise
+from datastates.storage import Location
 
 
 def write(folder: Path, **states: object) -> None:
@@ -18,6 +21,20 @@ def write(folder: Path, **states: object) -> None:
         suffix = ".bin" if name == "pytorch_model" else ".pt"
         files.write(name, state, folder / f"{name}{suffix}", lambda *_: False).wait_committed()
     files.close()
+
+
+def test_the_index_of_a_single_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, optimizer={"w": torch.ones(300)})
+    read: list[Location] = []
+    read_index = file.read_index
+
+    def note(path: Location) -> file.EncodedIndex:
+        read.append(path)
+        return read_index(path)
+
+    monkeypatch.setattr(file, "read_index", note)
+    opened = own.open(Location.of(tmp_path / "optimizer.pt"))
+    assert [container.path for container in opened.files] == read == [Location.of(tmp_path / "optimizer.pt")]
 
 
 def test_a_folder_of_weights_and_a_trainers(tmp_path: Path) -> None:
