@@ -1,10 +1,10 @@
 """Named fault points of the Python code, for tests.
 
 A fault point stands before the step that it breaks. ``DATASTATES_FAULTS="store.rename=kill;write=fail:28@3"`` arms
-points at import, each as ``point=action[:value][@nth]``. The actions are ``kill`` (SIGKILL to this process), ``stop``
-(SIGSTOP; it goes on after SIGCONT) and ``fail:ERRNO`` (an :class:`OSError`). The native core lacks ``stop``, and also
-knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A point without a dot belongs to it;
-:mod:`datastates.executor.executor` arms it.
+points when :mod:`datastates.executor.executor` is imported, each as ``point=action[:value][@nth]``. The actions are
+``kill`` (SIGKILL to this process), ``stop`` (SIGSTOP; it goes on after SIGCONT) and ``fail:ERRNO`` (an
+:class:`OSError`). The native core lacks ``stop``, and also knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A
+point without a dot belongs to it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,3 @@ def hit(point: str, path: str) -> None:
         signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
         return
     raise OSError(fault.value, os.strerror(fault.value), path)
-
-
-for _fault in parse(os.environ.get("DATASTATES_FAULTS", "")):
-    arm(_fault)

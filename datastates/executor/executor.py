@@ -228,9 +228,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def arm_faults(text: str) -> None:
-    """Arm the points of the native core among those that ``text`` names as ``DATASTATES_FAULTS`` does."""
+    """Arm the points that ``text`` names, as ``DATASTATES_FAULTS`` does."""
     for fault in faults.parse(text):
-        if "." not in fault.point:
+        if "." in fault.point:
+            faults.arm(fault)
+        else:
             _native.arm_fault(fault.point, fault.action, fault.value, fault.nth, 1)
 
 

@@ -42,6 +42,7 @@ from datastates.commit import fence, retention
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
+from datastates.executor.executor import arm_faults
 from datastates.formats.own_verify import verify_container
 from datastates.reading.every_container import open_checkpoint
 from datastates.saving.snapshot import course_of
@@ -63,14 +64,6 @@ def check(holds: bool, what: object) -> None:
 
 
 # --- in a life
-
-
-def arm(text: str) -> None:
-    for fault in faults.parse(text):
-        if "." in fault.point:
-            faults.arm(fault)
-        else:
-            _native.arm_fault(fault.point, fault.action, fault.value, fault.nth, 1)
 
 
 def disarm() -> None:
@@ -124,7 +117,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
         if newest is not None:
             state = State(newest.structure)
             state.fill(0)
-            arm(life.read_fault)
+            arm_faults(life.read_fault)
             try:
                 restored = ckpt.restore(state.providers)
             except StorageError:
@@ -143,7 +136,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
             with ckpt.gate():
                 state.fill(save.number)
             told.failing |= "fail" in save.fault
-            arm(save.fault)
+            arm_faults(save.fault)
             told.say("calling", save.number, save.step)
             snapshot = ckpt.snapshot(state.providers, step=save.step)
             told.say("taken", save.number)

@@ -32,8 +32,7 @@ from hold import held
 from split_state import Split
 
 import datastates as ds
-from datastates import _native
-from datastates._base import faults
+from datastates.executor.executor import arm_faults
 from datastates.providers import PickledObjectProvider, RngProvider
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard, object_shard
@@ -88,20 +87,11 @@ def make(wrong: str = "") -> Split:
     return state
 
 
-def arm(fault: str) -> None:
-    """Arm a fault point of the Python code or of the native core, once."""
-    (parsed,) = faults.parse(fault)
-    if "." in parsed.point:
-        faults.arm(parsed)
-    else:
-        _native.arm_fault(parsed.point, parsed.action, parsed.value, parsed.nth, 1)
-
-
 def save(ckpt: ds.Checkpointer, step: int, state: Split, rest: list[StateProvider], wrong: str) -> str:
     """Save a step; returns the checkpoint's name."""
     providers: list[StateProvider] = [state.fill(step), *rest]
     if "=" in wrong:
-        arm(wrong)
+        arm_faults(wrong)
     elif wrong in ("shape", "overlap", "gap"):
         providers[0] = make(wrong).fill(step)
     elif wrong == "step":
@@ -145,7 +135,7 @@ def run(directory: Path, words: list[str]) -> None:
     def do(word: str) -> dict[str, object]:
         if word.startswith("restore"):
             if IS_CONFUSED and "/" in word:
-                arm(word.partition("/")[2])
+                arm_faults(word.partition("/")[2])
             found = ckpt.restore([state, *rest])
             if found is None:
                 return {"step": None, "epoch": loop["epoch"]}
