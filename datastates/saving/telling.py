@@ -17,7 +17,7 @@ class Telling:
         """Begin without snapshots. ``tell`` is called with each one, never on two threads at once."""
         self._tell = tell
         self._untold: deque[Snapshot] = deque()
-        self._alone = threading.Lock()
+        self._alone = threading.RLock()  # a callable may save again, which may fail at once
 
     def expect(self, snapshot: Snapshot) -> None:
         """Note a snapshot as it is taken."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from steps import OPTIONS, providers
 
 import datastates as ds
 from datastates import _native
+from datastates._base.workers import Workers
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import CheckpointEnding
-from datastates.errors import StorageError
+from datastates.errors import StorageError, ThreadStartError
+from datastates.saving.saver import Saver
 from datastates.storage.location import Location
 
 ENDS_WITH_A_FAILURE = """
@@ -85,6 +88,32 @@ def test_snapshots_are_told_one_at_a_time_in_the_order_in_which_they_were_taken(
         ckpt.snapshot(providers(4), step=4)
     assert [step for step, _ in told] == [1, 2, 3, 4]
     assert len({thread for _, thread in told}) == 1
+
+
+def test_a_callable_that_saves_again_is_told_of_that_failure_even_where_it_has_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    do = Workers.do
+
+    def refuse(workers: Workers, call: Callable[[], object]) -> None:
+        if workers._name == "datastates-teller":
+            raise ThreadStartError("no thread")
+        do(workers, call)
+
+    def save_again(snapshot: ds.Snapshot) -> None:
+        told.append(snapshot.step)
+        if snapshot.step == 1:
+            ckpt.snapshot(providers(2), step=2)
+
+    def fail(*_: object) -> None:
+        raise StorageError(28, "open", tmp_path)
+
+    monkeypatch.setattr(Workers, "do", refuse)
+    monkeypatch.setattr(Saver, "prepare", fail)
+    with ds.Checkpointer(tmp_path, on_error=save_again, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1)
+    assert told == [1, 2]
 
 
 @pytest.mark.parametrize("point", ["open", "sync"], ids=["in the call", "in the background"])
