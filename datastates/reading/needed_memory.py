@@ -1,4 +1,8 @@
-"""The memory that reading a checkpoint needs, and the refusal where less is free."""
+"""The memory that reading a checkpoint needs, and the refusal where less is free.
+
+Ranks of one host that ask at the same time each see the same free memory: the other ranks' needs do not count. The
+windows of a read, such as the host cache, do not count either.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from datastates._base import free_memory
+from datastates._base.untouched_memory import untouched_nbytes
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
+from datastates.reading.reads import Reads
 from datastates.reading.tensors import TensorFile
-from datastates.state import devices
+from datastates.state import devices, parts
 from datastates.state.new_memory import Into
+from datastates.state.shards import HOST, Shard
 from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
@@ -26,26 +33,33 @@ def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) ->
         files: Its files.
         into: Library and device of the new arrays.
     """
-    on_host, on_device = needed(files, into)
-    refuse_on_host(path, on_host, "read single arrays by datastates.open()")
-    if into.device is not None:
-        free = devices.free_memory(into.device)
-        _refuse(path, on_device, free, f"memory of {into.device}", "load it without device=")
+    _refuse_new(path, *needed(files, into), into, "read single arrays by datastates.open()")
 
 
-def refuse_on_host(path: Location, nbytes: int, remedy: str) -> None:
-    """Raise OutOfMemoryError if ``nbytes`` of host memory are more than is free.
+def refuse_reads(path: Location, reads: Reads, remedy: str, converted: Sequence[Shard] = ()) -> None:
+    """Raise OutOfMemoryError if reads take more host memory than is free.
 
-    The need is logged for debugging. Ranks of one host that ask at the same time each see the same free memory: the
-    other ranks' needs do not count.
+    Live arrays have their memory already. New ones get it when they are filled, as arrays do that a provider or the
+    user has allocated and not written, and copies of arrays that are not read straight into place. So the kernel is
+    asked which memory was never accessed, if there is not enough for everything that is filled.
 
     Args:
-        path: The checkpoint that needs the memory, for messages.
-        nbytes: The need in bytes.
+        path: The checkpoint, for messages.
+        reads: The reads, before they begin.
         remedy: The way to need less, for the message.
+        converted: More live arrays that are filled.
     """
-    if nbytes:
-        _refuse(path, nbytes, free_memory.host_memory(swap=True), "host memory", remedy)
+    places = [s.buffer for s in converted if s.buffer is not None and s.buffer.device == HOST]
+    most, free = reads.nbytes + sum(place.nbytes for place in places), free_memory.host_memory(swap=True)
+    _log.debug("%s fills %.3g GB of memory, %.3g GB of host memory are free", path, most / 1e9, free / 1e9)
+    if most <= free:
+        return
+    begin, end = reads.filled_on_host()
+    begin = np.append(begin, np.array([place.pointer for place in places], np.int64))
+    end = np.append(end, np.array([place.pointer + place.nbytes for place in places], np.int64))
+    order = np.argsort(begin)
+    nbytes = untouched_nbytes(*parts.union(begin[order], end[order]))
+    _refuse(path, nbytes, free, "host memory", remedy)
 
 
 def needed(files: Sequence[TensorFile], into: Into) -> tuple[int, int]:
@@ -58,6 +72,14 @@ def needed(files: Sequence[TensorFile], into: Into) -> tuple[int, int]:
         every += int(nbytes[rows > 0].sum())
         of_torch += int(nbytes[rows_of_torch > 0].sum())
     return (every, 0) if into.device is None else (every - of_torch, of_torch)
+
+
+def _refuse_new(path: Location, on_host: int, on_device: int, into: Into, remedy: str) -> None:
+    if on_host:
+        _refuse(path, on_host, free_memory.host_memory(swap=True), "host memory", remedy)
+    if on_device:
+        free = devices.free_memory(into.device)
+        _refuse(path, on_device, free, f"memory of {into.device}", "read it into host memory")
 
 
 def _refuse(path: Location, nbytes: int, free: int, where: str, remedy: str) -> None:

@@ -56,14 +56,7 @@ def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -
 
 def _are_disjoint(queues: Sequence[ReadQueue]) -> bool:
     """Whether no two ranges of the queues fill the same memory."""
-    columns = []
-    for queue in queues:
-        dest, runs = queue.ranges()
-        pointer, device, _ = queue.memory
-        which, begin, end = runs.filled()
-        to = dest[which]
-        columns.append((device[to], pointer[to] + begin.astype(np.uint64), pointer[to] + end.astype(np.uint64)))
-    device, begin, end = (np.concatenate(column) for column in zip(*columns, strict=True))
+    device, begin, end = map(np.concatenate, zip(*(queue.filled() for queue in queues), strict=True))
     order = np.lexsort((begin, device))
     device, begin, end = device[order], begin[order], end[order]
     return bool((end[:-1] <= begin[1:])[device[:-1] == device[1:]].all())

@@ -166,6 +166,14 @@ class ReadQueue:
         filled = every.size > 0
         return dest[filled], every[filled]
 
+    def filled(self) -> tuple[I32, U64, U64]:
+        """Device, first address and end of each stretch of memory that a range fills, with the gaps in a stretch."""
+        dest, runs = self.ranges()
+        pointer, device, _ = self.memory
+        which, begin, end = runs.filled()
+        to = dest[which]
+        return device[to], pointer[to] + begin.astype(np.uint64), pointer[to] + end.astype(np.uint64)
+
     def wanted(self, *, straight: bool) -> FileRanges:
         """Describe the ranges for the planner.
 

@@ -19,7 +19,7 @@ from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.executor.timeline import recorded
 from datastates.reading import casting
-from datastates.reading.needed_memory import refuse_on_host
+from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
@@ -39,6 +39,7 @@ from datastates.state.memory import note_rewritten
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
 
+_IN_PARTS = "read some arrays at a time, by keys= of restore() or like= of load()"
 _NOTHING = Cut(Selection(()), "")
 """Stands for the cut of a provider with no selected key."""
 
@@ -233,7 +234,8 @@ class Restore:
     def _agree_to_read(self) -> Fit:
         """Compare, check that there is memory, and offer rows to the other ranks. The fit has the host's name."""
         fit = self._look_and_compare()
-        refuse_on_host(self._stored.path, self._reads.staged_nbytes, "restore some keys at a time (keys=)")
+        converted = [cast.shard for taken in self._taken for cast in taken.saved.casts]
+        refuse_reads(self._stored.path, self._reads, _IN_PARTS, converted)
         meeting = self._meeting
         if meeting.ranks == 1:
             return fit
