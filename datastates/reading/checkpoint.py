@@ -17,7 +17,8 @@ from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError, DatastatesError
 from datastates.executor.executor import Executor
-from datastates.reading.new_tensors import Batch, is_one_row, span_nbytes
+from datastates.reading.needed_memory import refuse_large
+from datastates.reading.new_tensors import Batch, is_one_row, nbytes_of, span_nbytes
 from datastates.reading.tensors import TensorFile, Tensors
 from datastates.reading.tensors_ahead import MOST_NBYTES, NextTensors
 from datastates.state import memory
@@ -104,6 +105,7 @@ class Checkpoint(Mapping[str, Any]):
             FormatError: A file of the checkpoint is damaged.
             StorageError: Reading failed.
             ClosedError: The checkpoint is closed.
+            OutOfMemoryError: The array is larger than 512 MiB, and than the free memory. Nothing was read.
             DatastatesError: Only a part of the tensor is there: this is one of several containers, or a container is
                 missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
@@ -125,6 +127,8 @@ class Checkpoint(Mapping[str, Any]):
             self._refuse_if_closed(key)
             _, sources = found
             is_small = is_one_row(sources) and span_nbytes(sources[0][1]) <= _SMALL_READ
+            if nbytes_of(found) > MOST_NBYTES:
+                refuse_large(self._stored.path, found, self._into)
             batch = None if is_small else Batch({key: found}, self._into, self._running())
             self._ahead.fill(self._running)
         return self._read_small(*sources[0]) if batch is None else batch.take(key)

@@ -15,6 +15,7 @@ from datastates._base import free_memory
 from datastates._base.untouched_memory import untouched_nbytes
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
+from datastates.reading.new_tensors import FoundTensor, nbytes_of
 from datastates.reading.reads import Reads
 from datastates.reading.tensors import TensorFile
 from datastates.state import devices, parts
@@ -34,6 +35,12 @@ def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) ->
         into: Library and device of the new arrays.
     """
     _refuse_new(path, *needed(files, into), into, "read single arrays by datastates.open()")
+
+
+def refuse_large(path: Location, found: FoundTensor, into: Into) -> None:
+    """Raise OutOfMemoryError if a new array for one tensor needs more memory than is free; arguments as above."""
+    nbytes, on_device = nbytes_of(found), into.device is not None and into.kind(found[0].kind) == "torch"
+    _refuse_new(path, *((0, nbytes) if on_device else (nbytes, 0)), into, "free memory")
 
 
 def refuse_reads(path: Location, reads: Reads, remedy: str, converted: Sequence[Shard] = ()) -> None:
