@@ -23,12 +23,13 @@ class NewArrays:
     Arrays that are views of one record share its memory, as they did when they were saved.
     """
 
-    def __init__(self, into: Into, place: Callable[[Any], Any] = lambda block: block) -> None:
+    def __init__(self, into: Into, place: Callable[[Any], Any] | None = None) -> None:
         """Begin without arrays.
 
         Args:
             into: Library and device of the arrays.
-            place: Given the new byte array for a record with torch tensors, returns the byte array to use instead.
+            place: Given the new byte array for a record with torch tensors, returns the byte array to use instead. None
+                uses the new one itself.
         """
         self._into = into
         self._place = place
@@ -54,7 +55,7 @@ class NewArrays:
         """
         if (id(source), record) not in self._blocks:
             block = self._into.allocate(kind, int(source.record_nbytes[record]))
-            if self._into.kind(kind) == "torch":
+            if self._place is not None and self._into.kind(kind) == "torch":
                 block = self._place(block)
             self._queued.add_memory(source, int(source.data_offset[record]), arrays.memory(block))
             self._checks.append(partial(check_block, source, record, block))

@@ -45,7 +45,7 @@ def load(
     *,
     trust: Trust,
     into: Into = AS_SAVED,
-    place: Callable[[Any], Any] = lambda block: block,
+    place: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint, or one container file, as nested arrays and objects.
 
@@ -56,7 +56,8 @@ def load(
         trust: As for :func:`datastates.load`.
         into: Library and device of the new arrays.
         place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
-            instead. It is used only if there is a single container, in which each tensor is one part.
+            instead. It is used only if there is a single container, in which each tensor is one part. None uses the
+            byte array itself.
 
     Raises:
         DatastatesError: As for :func:`datastates.load`.
@@ -251,7 +252,7 @@ def _found(stored: Stored, key: str, tensor: Logical, sources: Sequence[Containe
 class _Records(_Arrays):
     """Every record of one container in new memory, and the arrays that are views of it."""
 
-    def __init__(self, source: Container, into: Into, place: Callable[[Any], Any]) -> None:
+    def __init__(self, source: Container, into: Into, place: Callable[[Any], Any] | None) -> None:
         self._source = source
         self._into = into
         self.new = NewArrays(into, place)

@@ -30,6 +30,7 @@ from datastates.container.file import Container, open_container
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
+from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Tally
 from datastates.saving import gate
 from datastates.storage import Location, location, store_of
@@ -182,12 +183,14 @@ class DataStatesStorageReader(FileSystemReader):
             CorruptError: Bytes do not match their checksum; the message names the tensor. Some tensors are overwritten.
             FormatError: A file is damaged.
             StorageError: Reading failed.
+            OutOfMemoryError: Tensors that have no memory yet, and copies, need more than is free. Nothing was read.
         """
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
         self.tally = None
         loading, self._loading = self._loading or self._new_loading(), None
         with contextlib.closing(loading):
             queued = self._queue(loading, plan, planner)
+            refuse_reads(Location(self.path), loading.reads, "load a part of the state dict at a time")
             executor, neighbours = loading.executor(), plan.storage_data
             if isinstance(neighbours, Neighbours):
                 # the others expect this rank, however few rows it offers
