@@ -15,8 +15,7 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
-from datastates.commit.pending import Pending
-from datastates.commit.tier import Opening, Tier
+from datastates.commit.tier import Opening, Tier, Uncommitted
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.errors import (
@@ -104,12 +103,12 @@ class Ballot:
         self.step = step
         self._attempt = world.token(name) if world.size > 1 else None
 
-    def pending(self, expected: Location) -> Pending:
+    def pending(self, expected: Location) -> Uncommitted:
         """The checkpoint that is to be committed, which all ranks write. Its path is expected to be ``expected``."""
         return self._tier.pending(expected, self._attempt, b"" if self._opening is None else self._opening.mark)
 
     def cast(
-        self, vote: Vote, pending: Pending, target: Callable[[], Location], retain: Callable[[], None]
+        self, vote: Vote, pending: Uncommitted, target: Callable[[], Location], retain: Callable[[], None]
     ) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
 
@@ -157,7 +156,7 @@ class Ballot:
                     return committed[0]
                 raise
             if not is_told(error):
-                pending.files.clear()  # keep them: the coordinator may still commit them
+                pending.leave()
             # the coordinator may have committed, and then ended, or its answer was lost
             if (path := self._tier.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
@@ -187,7 +186,7 @@ class Ballot:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
                 self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
-    def _commit(self, votes: dict[int, Vote], pending: Pending, target: Callable[[], Location]) -> Location:
+    def _commit(self, votes: dict[int, Vote], pending: Uncommitted, target: Callable[[], Location]) -> Location:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()
@@ -232,10 +231,10 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     return b""
 
 
-def _write_catalog(votes: dict[int, Vote], pending: Pending) -> manifest.CatalogEntry:
+def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
-    paths = [pending.directory / vote.file for vote in votes.values()]
-    for (rank, vote), path, found in zip(votes.items(), paths, store_of(pending.directory).lengths(paths), strict=True):
+    paths = [pending.path(vote.file) for vote in votes.values()]
+    for (rank, vote), path, found in zip(votes.items(), paths, store_of(paths[0]).lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
@@ -249,12 +248,12 @@ def _write_catalog(votes: dict[int, Vote], pending: Pending) -> manifest.Catalog
     except (CommitError, catalog.ConflictError):
         _refuse_conflict(votes, pending)
         raise
-    store_of(pending.directory).create(pending.file(catalog.FILE), encoded)
+    store_of(paths[0]).create(pending.file(catalog.FILE), encoded)
     return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
 
 
-def _refuse_conflict(votes: dict[int, Vote], pending: Pending) -> None:
+def _refuse_conflict(votes: dict[int, Vote], pending: Uncommitted) -> None:
     """Raise CommitError that names tensors held twice or not at all. Slow: opens all containers."""
-    tables = {rank: open_container(pending.directory / v.file).index.shards for rank, v in votes.items()}
+    tables = {rank: open_container(pending.path(v.file)).index.shards for rank, v in votes.items()}
     if (text := describe_conflicts(tables)) is not None:
         raise CommitError(text)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
-from datastates.commit.pending import Pending
+from datastates.commit.tier import Uncommitted
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -56,15 +56,15 @@ class CheckpointEnding:
 
     def __init__(
         self,
-        pending: Pending,
+        pending: Uncommitted,
         ballot: Ballot,
         target: Callable[[], Location],
         retain: Callable[[], None],
     ) -> None:
-        """Write into a pending directory.
+        """Write into a pending checkpoint.
 
         Args:
-            pending: The partial directory, not made yet.
+            pending: The checkpoint, not begun yet.
             ballot: The agreement that commits it.
             target: Returns the path that the checkpoint is to have; called at the commit.
             retain: Called after the commit, before the other ranks are told: to delete old checkpoints.
@@ -84,7 +84,7 @@ class CheckpointEnding:
         self._voted = False
 
     def open(self) -> None:
-        """Make the partial directory; raises StorageError."""
+        """Begin the checkpoint; raises StorageError."""
         self._pending.begin()
 
     def commit(self, vote: Vote) -> Location:
@@ -94,20 +94,19 @@ class CheckpointEnding:
             self.committed = time.monotonic()
             self._retain()
 
-        if self._pending.shared:
-            store_of(self.path).sync_folder(self._pending.directory)  # rank 0 commits this rank's file by its name
+        self._pending.seal()
         self._voted = True
         path = self._ballot.cast(vote, self._pending, self._target, retain)
         self._pending.close()
         return path
 
     def abandon(self, *, made: bool) -> None:
-        """Remove the files of this process, and the directory if no other rank still uses it."""
+        """Remove the files of this process."""
         del made
         self._pending.abandon()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """FencedError where a newer run has begun to save, as the partial directory is gone then; else ``error``."""
+        """FencedError where a newer run has begun to save, as it stops the checkpoint; else ``error``."""
         return self._ballot.cause_of(error)
 
     def decline(self, error: BaseException) -> None:

@@ -13,24 +13,25 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+from typing_extensions import override
+
 from datastates.commit import manifest
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import partial
+from datastates.commit.tier import Uncommitted
 from datastates.errors import StorageError
 from datastates.storage import Location, Lock, store_of
 
 LOCK = ".lock"
 
 
-class Pending:
-    """A checkpoint, a folder or files that are being written. Used by one thread at a time.
+class Pending(Uncommitted):
+    """A checkpoint, a folder or files that are being written into a partial directory.
 
-    The constructor makes no file: :meth:`begin` does. So it can be abandoned at any time, also after an interrupt.
+    The constructor makes no file: :meth:`begin` does.
 
     Attributes:
         directory: The partial directory for its files.
-        target: The path that the checkpoint was expected to have when it was begun.
-        attempt: The name of the attempt, as in the partial directory's name.
         shared: Whether other ranks write into the directory, too.
         files: The files of this process.
     """
@@ -50,17 +51,17 @@ class Pending:
         self._is_ours = True
         self._lock: Lock | None = None  # shows other processes that the writer lives
 
+    @override
+    def path(self, name: str) -> Location:
+        return self.directory / name
+
+    @override
     def file(self, name: str) -> Location:
-        """The path for a new file of this process."""
-        self.files.append(self.directory / name)
+        self.files.append(self.path(name))
         return self.files[-1]
 
+    @override
     def begin(self) -> Pending:
-        """Make and lock the directory; returns this.
-
-        Raises:
-            StorageError: The directory could not be made. Abandon this, as after every exception.
-        """
         root, again = self.target.parent, False
         store_of(root).make_folder(root)
         while True:
@@ -91,15 +92,13 @@ class Pending:
         self._lock = lock
         return True
 
+    @override
+    def seal(self) -> None:
+        if self.shared:
+            store_of(self.directory).sync_folder(self.directory)
+
+    @override
     def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
-        """Make the directory a checkpoint; returns its path. All its other files must be synced.
-
-        ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken
-        that path meanwhile.
-
-        Raises:
-            StorageError: The commit failed; the checkpoint is not committed.
-        """
         store_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
         return self.publish(target)
 
@@ -132,8 +131,12 @@ class Pending:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or path == taken:
                     raise
 
+    @override
+    def leave(self) -> None:
+        self.files.clear()
+
+    @override
     def abandon(self) -> None:
-        """Remove the files of a failed snapshot, as far as possible. The next run removes the rest as debris."""
         store = store_of(self.directory)
         if not self.shared:
             if self._is_ours:
@@ -149,8 +152,8 @@ class Pending:
             if lock.hold() is not False and store.names(self.directory) == [LOCK]:
                 store.remove_tree(self.directory, tolerant=True)
 
+    @override
     def close(self) -> None:
-        """Release the lock. Idempotent."""
         if self._lock is not None:
             self._lock.close()
 

@@ -1,17 +1,18 @@
 """The contract of a tier: complete checkpoints in one place. Readers see a checkpoint there, whole, or not at all.
 
-A tier also makes openings, which tell an earlier run that a newer one saves.
+A tier makes two further things: checkpoints that are pending, and openings.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from datastates.commit.manifest import Manifest
 from datastates.commit.names import STEP
-from datastates.commit.pending import Pending
 from datastates.storage.location import Location
 
 
@@ -31,6 +32,63 @@ class Committed(NamedTuple):
     revision: int
     path: Location
     changed: int
+
+
+class Uncommitted(ABC):
+    """A checkpoint that is being written. Used by one thread at a time.
+
+    It can be abandoned at any time, also after an interrupt.
+
+    Attributes:
+        target: The path that the checkpoint was expected to have when it was begun.
+        attempt: The name of the attempt: the same on all ranks, and in no other checkpoint.
+    """
+
+    target: Location
+    attempt: str
+
+    @abstractmethod
+    def begin(self) -> Uncommitted:
+        """Make the place of its files; returns this.
+
+        Raises:
+            StorageError: The place could not be made. Abandon this, as after every exception.
+        """
+
+    @abstractmethod
+    def path(self, name: str) -> Location:
+        """The path of a file of any rank."""
+
+    @abstractmethod
+    def file(self, name: str) -> Location:
+        """The path for a new file of this process."""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Make the names of this process's files durable, where another rank commits them; raises StorageError."""
+
+    @abstractmethod
+    def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
+        """Make it a checkpoint; returns its path. All its other files must be synced.
+
+        ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken
+        that path meanwhile.
+
+        Raises:
+            StorageError: The commit failed; the checkpoint is not committed.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let :meth:`abandon` leave the files of this process: another rank may still commit them."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove the files of a failed snapshot, as far as possible. The next run removes the rest as debris."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Show no longer that the writer lives. Idempotent."""
 
 
 class Opening(ABC):
@@ -100,8 +158,15 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def pending(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> Pending:
-        """A checkpoint that no reader sees until it is committed. The arguments are those of :class:`Pending`."""
+    def pending(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> Uncommitted:
+        """A checkpoint that no reader sees until it is committed. Nothing is made yet.
+
+        Args:
+            target: The path that it is expected to have.
+            attempt: 8 hexadecimal digits: the name of the attempt, in which other ranks write, too. None: a random
+                name, of an attempt of this process alone.
+            mark: The mark of the opening that it belongs to, if it belongs to one.
+        """
 
     @abstractmethod
     def committing(self) -> AbstractContextManager[None]:
@@ -141,7 +206,7 @@ class Tier(ABC):
 
     @abstractmethod
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
-        """The debris of interrupted snapshots and deletions: partial directories that no process is writing.
+        """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
 
         ``targets`` matches the final name; the default matches the names of all steps.
         """

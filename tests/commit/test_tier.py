@@ -14,7 +14,7 @@ from datastates.commit import directories, fence, health, manifest, newest, rete
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.pending import Pending, publish_files
-from datastates.commit.tier import Tier
+from datastates.commit.tier import Tier, Uncommitted
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
 from datastates.storage import Location, Store, store_of, stores
@@ -43,7 +43,7 @@ def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
     )
 
 
-def pending(tier: Tier, step: int, data: bytes = b"state") -> Pending:
+def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
     """A checkpoint whose container is written."""
     begun = tier.pending(tier.target(step)).begin()
     store_of(tier.root).create(begun.file("rank-00000.pt"), data)
@@ -94,9 +94,9 @@ def test_what_is_read_is_not_deleted(tier: Tier) -> None:
 def test_only_what_nobody_writes_is_debris(tier: Tier) -> None:
     dead, alive = pending(tier, 1), pending(tier, 2)
     dead.close()
-    assert tier.debris() == [dead.directory]
+    assert tier.debris() == [dead.path("rank-00000.pt").parent]
     tier.sweep()
-    assert directories.entries(tier.root) == [alive.directory]
+    assert directories.entries(tier.root) == [alive.path("rank-00000.pt").parent]
     alive.abandon()
     assert directories.entries(tier.root) == []
 
@@ -126,6 +126,31 @@ def test_a_commit_that_fails_after_the_name_is_taken_back(
         begun.commit(wanted, lambda: tier.target(1, in_flight=False))
     assert newest.committed(tier) == {}
     begun.abandon()
+    assert directories.entries(tier.root) == []
+
+
+def test_ranks_write_one_checkpoint(tier: Tier) -> None:
+    store, target = store_of(tier.root), tier.target(1)
+    ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        store.create(rank.file(f"rank-0000{number}.pt"), b"state")
+        rank.seal()
+    assert [rank.path("rank-00001.pt") for rank in ranks] == [ranks[1].file("rank-00001.pt")] * 2
+    ranks[1].leave()
+    ranks[1].abandon()  # it does not know yet that rank 0 commits
+    path = ranks[0].commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
+    assert sorted(store.names(path)) == ["manifest.json", "rank-00000.pt", "rank-00001.pt"]
+    assert tier.of_attempt(target, "01234567") == path
+
+
+def test_a_rank_that_gives_up_removes_its_files_alone(tier: Tier) -> None:
+    store, target = store_of(tier.root), tier.target(1)
+    ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        store.create(rank.file(f"rank-0000{number}.pt"), b"state")
+    ranks[1].abandon()
+    assert [store.exists(ranks[0].path(f"rank-0000{number}.pt")) for number in range(2)] == [True, False]
+    ranks[0].abandon()
     assert directories.entries(tier.root) == []
 
 
