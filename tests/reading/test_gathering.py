@@ -12,6 +12,7 @@ from given import Given
 import datastates as ds
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
+from datastates.executor.make import make_executor
 from datastates.reading.gathering import gather
 from datastates.reading.reads import Reads
 from datastates.reading.tensors import Found, Held
@@ -71,7 +72,7 @@ def test_stretches_are_queued_from_all_files(layout: str, part: Part, tmp_path: 
     live = np.zeros(part.shape, np.float32)
     taken, reads = gathered(saved(tmp_path, STRETCHES[layout]), shard(part, live))
     assert taken == [True]
-    made = ds.executor.make_executor(ds.config.IoSettings(host_cache="8MiB", block="1MiB"))
+    made = make_executor(ds.config.IoSettings(host_cache="8MiB", block="1MiB"))
     reads.run(made)
     made.close()
     assert np.array_equal(live, elements(np.arange(48, dtype=np.float32).reshape(SHAPE), part))
