@@ -35,7 +35,7 @@ torn, wrong = WriteJob.torn, {failure!r} if RANK == 1 else ""
 if wrong == "torn":
     WriteJob.torn = lambda self: [0]
 elif "=" in wrong:
-    arm(wrong)
+    arm_faults(wrong)
 try:
     first = ckpt.snapshot([state.fill(1), *([Broken(wrong)] if wrong == "shards" else [])], step=1)
     if wrong:

@@ -225,7 +225,7 @@ ckpt = ds.Checkpointer(directory, **OPTIONS)
 for step in range(14):
     providers = [state.fill(step)]
     if step == 2 and RANK == 1:
-        arm({failure!r}) if "=" in {failure!r} else providers.append(Broken({failure!r}))
+        arm_faults({failure!r}) if "=" in {failure!r} else providers.append(Broken({failure!r}))
     tell(str(step), lambda: (ckpt.snapshot(providers, step=step), ckpt.gate()))
     time.sleep(0.05 if step % 2 == RANK else 0)
 tell("close", ckpt.close)
