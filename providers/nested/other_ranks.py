@@ -58,6 +58,6 @@ def _with_stored(live: Any, stored: Any) -> Any:
                 made[k] = _with_stored(item, stored[own[0]])
         return made
     if isinstance(live, (list, tuple)) and isinstance(stored, (list, tuple)) and len(live) == len(stored):
-        items = list(map(_with_stored, live, stored))
+        items = [_with_stored(one, other) for one, other in zip(live, stored, strict=True)]
         return items if isinstance(live, list) else nested.with_items(live, items)
     return stored

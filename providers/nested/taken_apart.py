@@ -205,7 +205,8 @@ class _Walk:
         if type(item) is list:
             sequence: list[object] = []
             self._copies[id(item)] = sequence
-            sequence.extend(self.copy(v, join(key, i)) for i, v in enumerate(item))
+            for i, v in enumerate(item):  # a generator would recurse in C, which CPython 3.12 limits
+                sequence.append(self.copy(v, join(key, i)))
             return sequence
         if _is_tuple(item) and id(item) not in self._open_tuples:
             return self._tuple(item, key)
