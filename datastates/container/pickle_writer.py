@@ -125,8 +125,8 @@ class _Writer(_PurePython):  # type: ignore[misc]
             raise pickle.PicklingError(
                 f"{module}.{name} has a copyreg extension code, which other processes do not know"
             )
-        if self._names is not None and "." not in name:  # a nested name is reached through its outer class
-            self._names.add(f"{module}.{name}")
+        if self._names is not None:
+            self._names.add(f"{module}.{name.partition('.')[0]}")  # a nested name is reached through its outer class
         super().save_global(obj, name)
 
     dispatch = {**_PurePython.dispatch, FunctionType: save_global}  # noqa: RUF012 - the base class's own table
