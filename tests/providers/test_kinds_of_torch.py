@@ -23,8 +23,8 @@ QUANTIZED = [
 
 
 def _quantized(name: str) -> torch.Tensor:
-    from torchao import quantization
-
+    what = "torchao is not installed: its kinds were NOT tried"
+    quantization = pytest.importorskip("torchao.quantization", reason=what)
     torch.manual_seed(1)
     linear = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     quantization.quantize_(linear, getattr(quantization, f"{name}Config")())
