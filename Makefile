@@ -262,8 +262,9 @@ bench-scale: .venv/installed ## Measure and simulate 16,384 ranks; makes docs/sc
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 
 .PHONY: wheels
-wheels: ## Build dist/*.tar.gz and a self-contained dist/*.whl for each of PYTHONS, and try each
-	.ci/build-wheels $(PYTHONS)
+wheels: ## Build dist/*.tar.gz, and self-contained dist/*.whl for x86-64 and aarch64 and each of PYTHONS
+	.ci/build-wheels x86_64 $(PYTHONS)
+	.ci/build-wheels aarch64 $(PYTHONS)
 
 .PHONY: clean
 clean: ## Remove all that make made
