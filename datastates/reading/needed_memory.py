@@ -46,9 +46,9 @@ def refuse_large(path: Location, found: FoundTensor, into: Into) -> None:
 def refuse_reads(path: Location, reads: Reads, remedy: str, converted: Sequence[Shard] = ()) -> None:
     """Raise OutOfMemoryError if reads take more host memory than is free.
 
-    Live arrays have their memory already. New ones get it when they are filled, as arrays do that a provider or the
-    user has allocated and not written, and copies of arrays that are not read straight into place. So the kernel is
-    asked which memory was never accessed, if there is not enough for everything that is filled.
+    Live arrays have their memory already. New arrays get it when they are filled. So do arrays that a provider or the
+    user has allocated and not written, and copies of arrays that are not read straight into place. If there is not
+    enough for everything that is filled, the kernel is asked which memory was never accessed.
 
     Args:
         path: The checkpoint, for messages.
