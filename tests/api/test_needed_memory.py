@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import heap
 import numpy as np
 import pytest
 import torch
@@ -101,7 +102,6 @@ def test_open_refuses_an_array_larger_than_the_window(saved: Path, monkeypatch: 
 
 NUMEL = 20 << 20
 NBYTES = 4 * NUMEL
-"""Memory that malloc keeps when it is freed is smaller, so an array of so many bytes gets new pages."""
 HUGE = 4 << 20
 """A page that is allocated with an array's header may be a huge one. The next array may have one, too."""
 
@@ -111,12 +111,15 @@ def large(tmp_path: Path) -> Path:
     """Two arrays of ``NBYTES`` bytes each."""
     state = {"a": np.ones(NUMEL, np.float32), "b": torch.ones(NUMEL)}
     ds.snapshot([from_state_dict("s", state)], tmp_path / "large").wait_committed()
+    del state
+    heap.trim()
     return tmp_path / "large"
 
 
 def check_need(monkeypatch: pytest.MonkeyPatch, expected: int, read: Callable[[], Any]) -> Any:
     """Check that ``read`` is refused for lack of ``expected`` bytes, and done with so many; returns its result."""
     free(monkeypatch, expected - HUGE - 1)
+    heap.trim()
     with pytest.raises(OutOfMemoryError, match=r"of host memory.*: read some arrays at a time, by keys=") as raised:
         read()
     assert expected - HUGE <= raised.value.needed <= expected
@@ -146,7 +149,7 @@ def test_arrays_that_are_copied_into_place_need_room(large: Path, monkeypatch: p
 def test_arrays_that_are_converted_need_room_if_they_were_never_written(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = {"a": np.zeros(NUMEL, np.float16) + 2, "b": torch.empty(NUMEL, dtype=torch.float64)}
+    live = {"b": torch.empty(NUMEL, dtype=torch.float64), "a": np.zeros(NUMEL, np.float16) + 2}
     check_need(monkeypatch, 2 * NBYTES, lambda: ds.restore([from_state_dict("s", live)], large, cast=True))
     free(monkeypatch, 0)
     ds.restore([from_state_dict("s", live)], large, cast=True)
