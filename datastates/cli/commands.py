@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         output.complain("interrupted")
         return 128 + signal.SIGINT
+    finally:
+        output.finish()
 
 
 def _run(given: Sequence[str]) -> int:

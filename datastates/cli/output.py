@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 SCHEMA = 1
 """The version of the JSON output. It increases when a field changes its meaning or is removed."""
@@ -49,22 +49,36 @@ def flush() -> None:
     _write("", flush=True, end="")
 
 
+def finish() -> None:
+    """Empty the buffers of both streams for the interpreter's exit. What cannot be written is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            try:
+                stream.flush()
+            except OSError:
+                _abandon(stream)
+
+
 def _write(text: str, *, flush: bool, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=flush)
     except OSError as error:
-        # the rest is lost: the interpreter must not try again at its exit
-        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        _abandon(sys.stdout)
         raise OutputError(f"standard output: {error.strerror}") from error
 
 
 def complain(text: str) -> None:
     """Print an error for people to standard error, as far as it can be written."""
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the call has failed anyway, and its status says so
             for line in text.splitlines():
                 print(f"datastates: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def _abandon(stream: TextIO) -> None:
+    """Drop what a stream's buffer still has: the interpreter would try to write it at its exit, and exit with 120."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def printable(text: str) -> str:
