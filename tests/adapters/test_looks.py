@@ -9,6 +9,7 @@ import importlib
 import logging.handlers
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ LOOKS: dict[str, tuple[Look, object]] = {
     "link": (lambda root: os.link(root / "tag" / "a.pt", root / "again"), None),
     "mode": (lambda root: os.chmod(root / "tag" / "a.pt", 0o600), None),
     "program": (lambda root: subprocess.run(["test", "-e", root / "latest"], check=True).returncode, 0),
-    "shell": (lambda root: os.system(f"test -e {root}/latest"), 0),
+    "shell": (lambda root: os.system(f"test -e {shlex.quote(str(root / 'latest'))}"), 0),
     "delete": (lambda root: shutil.rmtree(root), None),
     "delete an older one": (lambda root: shutil.rmtree(root / "old"), None),
     "delete one beside": (lambda root: shutil.rmtree(root.parent / "beside"), None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -19,7 +20,7 @@ def build(compiler: Path | str, directory: Path) -> str:
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--build-temp", directory, "--build-lib", directory],
         cwd=ROOT,
-        env={**os.environ, "CXX": str(compiler)},
+        env={**os.environ, "CXX": shlex.quote(str(compiler))},
         capture_output=True,
         text=True,
         check=False,
