@@ -65,7 +65,8 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
         wrapped = Unwrapped.of(obj)
         module = ModuleProvider(name, wrapped, lazy)
         return module if wrapped.parallel is None else _DataParallel(module, wrapped)
-    if _is_a(obj, "optim.Optimizer"):
+    # a wrapper around an optimizer may be of its class without its attributes
+    if _is_a(obj, "optim.Optimizer") and hasattr(obj, "param_groups"):
         return OptimizerProvider(name, obj, lazy)
     return _ObjectProvider(name, obj)
 

@@ -223,3 +223,35 @@ def test_a_rate_in_a_tensor_is_replaced_as_by_torch(tmp_path: Path) -> None:
     stock.load_state_dict(source.state_dict())
     assert equal(live.state_dict(), stock.state_dict())
     assert live.defaults["lr"] == stock.defaults["lr"] == 0.5
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, which never calls the base class's ``__init__``: it has no groups of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.Adam(parameters, lr=0.1)
+        self.scale = 8.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.scale *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale = state_dict["scale"]
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "scale"})
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_without_groups_of_its_own_is_as_with_torch(steps: int, tmp_path: Path) -> None:
+    model, source = _trained(_Wrapper, 1, torch.float32)
+    stock, live = (_trained(_Wrapper, 2, torch.float32, steps)[1] for _ in range(2))
+    stock.load_state_dict(source.state_dict())
+    ds.snapshot([from_stateful("m", model), from_stateful("o", source)], tmp_path / "c").wait_committed()
+    ds.restore([from_stateful("o", live)], tmp_path / "c")
+    assert equal(live.state_dict(), stock.state_dict())
