@@ -54,8 +54,9 @@ class Cast:
 
 
 def are_convertible(row: Row, shard: Shard) -> bool:
-    """Whether a live shard and a stored tensor have the same shape, and element types that a restore converts."""
-    return {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
+    """Whether a live shard and a stored tensor have the same shape, and two element types that a restore converts."""
+    types = {row.dtype.name, shard.dtype}
+    return len(types) > 1 and types <= FLOATS and row.global_shape == shard.global_shape
 
 
 def can_cast(row: Row, shard: Shard) -> bool:

@@ -117,8 +117,7 @@ class Compared(ABC):
             found = difference(row, shard)
             is_cast = found is not None and self._request.cast and can_cast(row, shard)
             if found is not None and not is_cast:
-                could = not self._request.cast and are_convertible(row, shard)
-                self.report(mismatched={shard.key: found + ("; restore(cast=True) converts it" if could else "")})
+                self.report(mismatched={shard.key: found + self._remedy(row, shard)})
             elif not is_cast and shard.key not in several and (held := self._held(row, shard)) is not None:
                 reads.add(*held, shard)
                 restored.append(shard)
@@ -139,6 +138,13 @@ class Compared(ABC):
                 for source, row in every[i]:
                     reads.add(source, row, shard)
         return {shard.key: shard.source for shard in restored}
+
+    def _remedy(self, row: Row, shard: Shard) -> str:
+        """The end of a message about a live part that is not restored: what converts it, or keeps it from that."""
+        if not are_convertible(row, shard):
+            return ""
+        hindrance = memory.why_not_writable(shard)
+        return f", and {hindrance}" if hindrance is not None else "; restore(cast=True) converts it"
 
     def _held(self, row: Row, shard: Shard) -> FoundRow | None:
         """The row that has all bytes of a live part, with its file, if it is known without a look-up; else None."""

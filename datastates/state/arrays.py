@@ -91,7 +91,7 @@ def _view(array: Any) -> _View:
     whole, array = array, dtensors.local(array)
     kind = kind_of(array)
     if kind is None and array is whole:
-        raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
+        raise TypeError(f"not an array that can be stored as memory: {dtypes.described(array)}")
     if kind is None:
         advice = (
             "; describe each of its local_shards() by array_shard(key, shard, global_shape=..., offset=...) "

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +82,15 @@ TORCH = {d.name for d in ALL if d.in_torch}
 def pickled(dtype: DType) -> DType:
     """The element type under which ``data.pkl`` has an array of ``dtype``: ``uint8`` if torch lacks the type."""
     return dtype if dtype.in_torch else BY_NAME["uint8"]
+
+
+def described(value: Any) -> str:
+    """The class of a value that is no plain memory, for a message, with the form of an array or tensor."""
+    text = type(value).__name__
+    if hasattr(value, "layout"):
+        text += f", {value.layout} on {value.device}"
+    if isinstance(value, np.ndarray):
+        text += f" of type {value.dtype}"
+        if not value.dtype.isnative:
+            text += ", in the other byte order (array.astype(array.dtype.newbyteorder('=')) has this machine's)"
+    return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.container.unbuilt import Unbuilt
 from datastates.providers.nested.sameness import own_key
-from datastates.state import arrays, nested
+from datastates.state import arrays, dtypes, nested
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef
 
@@ -94,7 +94,7 @@ class _Walk:
 
     def _meet(self, s: ArrayRef, v: object, key: str) -> None:
         if arrays.kind_of(v) is None:
-            self.found.mismatched[key] = "an array in the checkpoint, none in the live state"
+            self.found.mismatched[key] = f"an array in the checkpoint, none in the live state: {dtypes.described(v)}"
         else:
             # several keys may share memory: the reference may then have another of their keys
             self.found.pairs.append((replace(s, key=key) if s.key != key and key in self._known else s, v))

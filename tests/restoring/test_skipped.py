@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,6 +151,30 @@ def test_an_error_tells_of_cast_where_it_would_help(live: torch.Tensor, *, hinte
     with pytest.raises(RestoreError, match="'s/w': float32 of shape") as failure:
         _restore(tmp_path, [from_state_dict("s", {"w": live})], strict=True)
     assert ("restore(cast=True) converts it" in str(failure.value)) is hinted
+
+
+def _read_only(dtype: str) -> np.ndarray[Any, Any]:
+    array = np.zeros(2, dtype)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(
+    ("live", "hindrance"),
+    [
+        (_read_only("<f4"), "the live array is read-only"),
+        (_read_only("<f8"), "float64 of shape \\(2,\\) in the live state, and the live array is read-only"),
+        (torch.zeros(1).expand(2), "elements of the live array share memory"),
+        (torch.zeros(1).double().expand(2), "in the live state, and elements of the live array share memory"),
+        (np.zeros(2, ">f4"), "ndarray of type >f4, in the other byte order .*newbyteorder"),
+    ],
+)
+def test_an_error_names_what_no_cast_helps(live: object, hindrance: str, *, cast: bool, tmp_path: Path) -> None:
+    _save(tmp_path, [from_state_dict("s", {"w": torch.ones(2)})])
+    with pytest.raises(RestoreError, match=hindrance) as failure:
+        ds.restore([from_state_dict("s", {"w": live})], tmp_path, cast=cast)
+    assert "cast=True" not in str(failure.value)
 
 
 def test_an_error_tells_of_rename_where_keys_differ(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
     try:
         shard = arrays.array_shard(key, tensor, lazy=True)
     except TypeError as error:
-        raise ProviderError(f"{error}, {tensor.layout} on {tensor.device}") from None
+        raise ProviderError(str(error)) from None
     return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
 
 
