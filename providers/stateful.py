@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -13,9 +13,10 @@ from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.state_dict import Stateful
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.provider import OptimizerProvider
-from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
+from datastates.providers.optimizer.state_dict_tree import is_by_name, of_live_names, states_left_out
 from datastates.providers.wrap.replicated import ReplicatedProvider
-from datastates.state import arrays, dtensors, memory
+from datastates.state import arrays, devices, dtensors, memory
+from datastates.state.dtypes import FRACTIONS
 from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
 
@@ -101,10 +102,32 @@ class _ObjectProvider(TreeProvider):
         return False
 
     def match(self, stored: object, saved: Saved) -> Match:
-        live = self.value()
+        """Restore into new memory, and give all to the object's ``load_state_dict()``.
+
+        The live state is compared only where it has a say: ``state_dict()`` of a new object may have effects. A loader
+        starts workers in it, and draws random numbers.
+        """
         if (refused := _why_refused(self._object, stored)) is not None:
             saved.report(mismatched={"": refused})
             return Match([], lambda _: None)
+        if self._compares(stored, saved):
+            return self._match_live(stored, self.value(), saved)
+        known = saved.arrays()
+        return Match([(key, memory.fresh(known[key])) for key in self.listed(saved)], self._object.load_state_dict)
+
+    def _compares(self, stored: object, saved: Saved) -> bool:
+        """Whether the live state may decide which arrays are restored, and where: on which device, or as a DTensor.
+
+        Loaders and samplers, which are iterated over, hold numbers and random states in host memory.
+        """
+        if is_by_name(stored):
+            return True
+        dtypes = {ref.dtype for ref in saved.arrays().values()}
+        if not dtypes or (isinstance(self._object, Iterable) and dtypes.isdisjoint(FRACTIONS)):
+            return False
+        return saved.ranks > 1 or dtensors.may_exist() or devices.current_device() is not None
+
+    def _match_live(self, stored: object, live: object, saved: Saved) -> Match:
         cut = of_live_names(stored, live)
         left_out = states_left_out(stored, cut)
         saved.report(unexpected=left_out)

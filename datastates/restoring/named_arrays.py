@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from datastates.container.rows import logical
 from datastates.container.table import Row
+from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
@@ -36,6 +37,7 @@ class NamedArrays(Compared, Saved):
             cut: The selected part of the provider; None for all of it.
         """
         super().__init__(stored, provider.name, request, cut)
+        self.ranks = stored.head.ranks if isinstance(stored, Stored) else 1
         self._provider = provider
         self._live = live
 

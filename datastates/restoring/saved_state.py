@@ -64,6 +64,7 @@ class SavedState(Compared, Saved):
         self._alike: Destinations | None = None  # all shards, if they are compared in columns
         self._base = base
         table = base.index.shards
+        self.ranks = stored.head.ranks
         self.rows = StoredRows(base.index, name)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
         self._elsewhere: dict[str, Row | None] = {}  # rows looked up in other ranks' containers

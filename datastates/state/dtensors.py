@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import I64
+from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.state.parts import HeldPart, replicas
 
@@ -24,6 +25,12 @@ def is_dtensor(value: object) -> bool:
     """Whether a value is one of torch's DTensors."""
     cls: Any = type(value)
     return is_class(cls)
+
+
+def may_exist() -> bool:
+    """Whether this process can have DTensors: they need a process group of torch."""
+    distributed: Any = loaded("torch.distributed")
+    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 
 
 def mesh_of(value: Any) -> Any:

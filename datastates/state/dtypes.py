@@ -76,6 +76,8 @@ ALL = (
 BY_NAME = {d.name: d for d in ALL}
 BY_STORAGE = {d.storage: d for d in ALL if d.storage is not None}
 BY_NUMPY = {d.numpy: d for d in ALL if d.numpy is not None}
+FRACTIONS = {d.name for d in ALL if d.name.startswith(("float", "bfloat", "complex"))}
+"""The names of the types whose elements may be fractions."""
 TORCH = {d.name for d in ALL if d.in_torch}
 
 

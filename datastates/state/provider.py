@@ -24,6 +24,9 @@ class Saved(ABC):
     strict: bool
     """Whether the caller of ``restore()`` refuses all differences. The engine raises the error for reported ones."""
 
+    ranks: int
+    """The number of ranks that saved the checkpoint."""
+
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayRef]:
         """The stored arrays by key, each as its whole logical tensor.

@@ -150,6 +150,11 @@ def of_live_names(stored: Any, live: Any) -> Any:
     }
 
 
+def is_by_name(value: Any) -> bool:
+    """Whether a value is a state dict of an optimizer that is keyed by parameter names."""
+    return _names(value) is not None
+
+
 def states_left_out(stored: Any, cut: Any) -> list[str]:
     """Keys of the parameters whose states :func:`of_live_names` left out."""
     return [] if cut is stored else [join("state", name) for name in stored["state"] if name not in cut["state"]]

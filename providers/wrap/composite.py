@@ -120,7 +120,7 @@ class _Part(Saved):
     """The arrays and objects that a checkpoint holds for one child."""
 
     def __init__(self, saved: Saved, child: StateProvider) -> None:
-        self.strict = saved.strict
+        self.strict, self.ranks = saved.strict, saved.ranks
         self._saved = saved
         self._child = child
 

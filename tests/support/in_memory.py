@@ -130,6 +130,7 @@ class InMemory(Saved):
     def __init__(self, checkpoint: Checkpoint, objects: Mapping[str, Any]) -> None:
         self._checkpoint = checkpoint
         self._objects = objects
+        self.ranks = max(len(checkpoint.objects), 2 if checkpoint.others else 1)
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: dict[str, str] = {}
