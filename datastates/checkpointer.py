@@ -8,18 +8,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import Unpack
 
 from datastates import _calls
-from datastates.commit import newest, retention
+from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import checked_step, step_name
+from datastates.commit.names import checked_step
+from datastates.commit.run import Run
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
@@ -71,7 +72,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
-        """Open a directory of checkpoints. Create it if needed, and remove debris of interrupted runs.
+        """Open a directory of checkpoints. Create it if needed. The first snapshot removes debris of interrupted runs.
 
         Args:
             directory: The directory of the checkpoints. Each checkpoint is a directory in it.
@@ -112,8 +113,9 @@ class Checkpointer:
             ended=partial(call_back, self.settings),
         )
         prepare(executor, self.settings)
-        self._retention = threading.Lock()
         self._order = Order(self._tier)
+        rank, ranks = world.rank, world.size
+        self._run = Run(self._tier, self._opening, self.settings.keep, is_coordinator=rank == 0, is_alone=ranks == 1)
         self._trace = RunTrace()
         self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
         self._closed = False
@@ -129,8 +131,7 @@ class Checkpointer:
         return self._taken.failures
 
     def _prepare(self) -> bytes:
-        """On rank 0, before any rank writes: remove debris from the directory. Returns the opening for all ranks."""
-        self._tier.sweep()
+        """On rank 0, before any rank writes: open the directory. Returns the opening for all ranks."""
         return self._tier.open().encode()
 
     # --- saving
@@ -185,7 +186,7 @@ class Checkpointer:
             if self._engine.world.size > 1:  # these end first, so that this one supersedes them
                 before += [c for c in self._taken.courses if c.step == step]
             collected = self._engine.collect(providers)
-            taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
+            taken = self._engine.take(collected, ballot, *self._run.places(step), self._run.retain, begin=begin)
         except BaseException as error:
             if self._snapshots > number:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
@@ -195,20 +196,6 @@ class Checkpointer:
         self._costs.note(course_of(taken))
         self._last.settle()
         return taken
-
-    def _places(self, step: int) -> tuple[Callable[[], Location], Callable[[], Location]]:
-        """Two functions: one returns the expected path of the step's checkpoint, one the path to commit it to."""
-        is_alone = self._engine.world.size == 1
-        # of several ranks only the coordinator knows the revision, and only when it commits
-        chosen = cache(partial(self._tier.target, step))
-        final = chosen if is_alone else partial(self._tier.target, step, in_flight=False)
-
-        def expected() -> Location:
-            if self._engine.world.rank == 0:
-                self._opening.begin_to_save()
-            return chosen() if is_alone else self._root / step_name(step)
-
-        return expected, final
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot after ``step``, as the setting ``every`` says. Call it once after each step.
@@ -257,11 +244,6 @@ class Checkpointer:
         if self.settings.when_busy == "refuse" and len(pending := self._engine.pending()) >= most:
             raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
         self._engine.wait(most)
-
-    def _retain(self) -> None:
-        """Delete the checkpoints that the settings do not keep. Called after each commit."""
-        with self._retention:
-            retention.retain(self._tier, self.settings.keep)
 
     # --- restoring
 

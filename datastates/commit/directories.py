@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from datastates.commit import manifest
-from datastates.commit.names import STEP
+from datastates.commit.names import STEP, final_of
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -27,6 +29,13 @@ def steps(root: Location) -> list[Location]:
     """The directories in ``root`` with the name of a checkpoint, sorted; also links to directories."""
     store = store_of(root)
     return [e for name in sorted(store.names(root)) if STEP.match(name) and store.is_folder(e := root / name)]
+
+
+def partials(root: Location, targets: re.Pattern[str]) -> list[Location]:
+    """The partial directories in ``root`` of final names that ``targets`` matches, sorted; no links."""
+    store = store_of(root)
+    every = (root / name for name in sorted(store.names(root)) if (final := final_of(name)) and targets.match(final))
+    return [e for e in every if (found := store.look(e, follow=False)) is not None and found.kind == "folder"]
 
 
 def entries(root: Location) -> list[Location]:

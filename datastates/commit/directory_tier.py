@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import functools
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
+from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
-from datastates.commit.directories import entries, steps
+from datastates.commit.directories import entries, partials, steps
 from datastates.commit.names import PARTIAL, STEP, as_debris, stem_of_partial, step_name
-from datastates.commit.pending import LOCK, Pending
+from datastates.commit.pending import LOCK, Pending, is_begun
 from datastates.commit.tier import Committed, Opening, Tier
+from datastates.commit.writers import Writer
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock, store_of
@@ -24,6 +27,8 @@ from datastates.storage.location import Location
 from datastates.storage.store import ABSENT
 
 _log = logging.getLogger("datastates")
+_deleting: set[Location] = set()
+"""The partial directories that this process is deleting."""
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
@@ -109,7 +114,15 @@ class DirectoryTier(Tier):
 
     @override
     def remove(self, path: Location) -> bool:
-        left, store = as_debris(path), store_of(path)
+        left = as_debris(path)
+        _deleting.add(left)
+        try:
+            return self._remove(path, left)
+        finally:
+            _deleting.discard(left)
+
+    def _remove(self, path: Location, left: Location) -> bool:
+        store = store_of(path)
         try:
             with store.open_lock(path / manifest.FILE, write=False) as file:
                 if file.hold() is False:
@@ -135,8 +148,9 @@ class DirectoryTier(Tier):
 
     @override
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
-        left = (e for e in entries(self.root) if (m := PARTIAL.match(e.name)) and targets.match(m[1]))
-        return [e for e in left if not is_live(e)]
+        found = partials(self.root, targets)
+        is_fenced = fence.fenced(self.root) if found else None
+        return [e for e in found if is_fenced is not None and _is_left(e, is_fenced)]
 
     @override
     def sweep(self, targets: re.Pattern[str] = STEP) -> None:
@@ -170,15 +184,31 @@ def sequence_of(path: Location, version: tuple[int, ...]) -> int | None:
         return None
 
 
-def is_live(entry: Location) -> bool:
-    """Whether a process is writing into a partial directory. True if its lock cannot be tried."""
-    with _unlocked(entry) as unlocked:
-        return not unlocked
+def _is_left(entry: Location, is_fenced: Callable[[Writer], bool]) -> bool:
+    """Whether nobody writes into a partial directory any more. A lock that can be taken does not prove that."""
+    if entry in _deleting or is_begun(entry):
+        return False
+    with _locked(entry) as lock:
+        if lock in (_Lock.ABSENT, _Lock.HELD):
+            return lock is _Lock.ABSENT
+        writers = fence.writers_of(entry)
+        if writers and all(is_fenced(one) or one.process == own_name() or is_gone(one.process) for one in writers):
+            return True
+        return lock is _Lock.FREE and store_of(entry).has_stood_still(entry)
+
+
+class _Lock(enum.Enum):
+    """The state of a partial directory's lock."""
+
+    FREE = enum.auto()
+    HELD = enum.auto()
+    UNKNOWN = enum.auto()  # no locks here, or another user's
+    ABSENT = enum.auto()  # its process died before it locked it, or during a commit or a deletion
 
 
 @contextlib.contextmanager
-def _unlocked(entry: Location) -> Iterator[bool]:
-    """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
+def _locked(entry: Location) -> Iterator[_Lock]:
+    """Try to hold a partial directory's lock; yields its state."""
     store, path = store_of(entry), entry / LOCK
     try:
         try:
@@ -188,11 +218,10 @@ def _unlocked(entry: Location) -> Iterator[bool]:
                 raise
             lock = store.open_lock(path, write=False)
     except StorageError as error:
-        # absent: its process died before locking it, or during a commit or a deletion; else it may be held
-        yield error.errno == errno.ENOENT
+        yield _Lock.ABSENT if error.errno == errno.ENOENT else _Lock.UNKNOWN
         return
     with lock:
-        yield lock.hold() is True
+        yield {True: _Lock.FREE, False: _Lock.HELD, None: _Lock.UNKNOWN}[lock.hold()]
 
 
 def _without_manifest(path: Location) -> Location:
@@ -204,6 +233,12 @@ def _without_manifest(path: Location) -> Location:
 
 def _clear(left: Location) -> None:
     """Delete one partial directory, unless a process holds its lock by now."""
-    with _unlocked(left) as unlocked:
-        if unlocked:
-            store_of(left).remove_tree(left)
+    store = store_of(left)
+    with _locked(left) as lock:
+        if lock is _Lock.HELD:
+            return
+        # without a lock file, its process may be about to make that
+        if lock is not _Lock.ABSENT or ((names := store.names(left)) and LOCK not in names):
+            store.remove_tree(left)
+    with contextlib.suppress(StorageError):  # gone, or not empty. FUSE keeps a file that is open under a hidden name
+        store.remove_empty(left)

@@ -10,6 +10,8 @@ A fenced opening neither commits nor deletes. It looks for a higher ``saving-N``
 between that look and the rename, the rename fails: after a new opening has made its ``saving-N``, it gives the partial
 directories of older openings another name. The lock file of a partial directory holds the number of its opening. No
 step waits for a lock, which a stopped process might hold for ever.
+
+What a fenced opening has left is debris for everybody: nobody can commit it.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ import re
 import secrets
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from typing_extensions import override
 
 from datastates._base.packing import pack, unpack
-from datastates.commit import manifest
-from datastates.commit.directories import entries
-from datastates.commit.names import PARTIAL, STEP, as_debris
+from datastates.commit import manifest, writers
+from datastates.commit.directories import partials
+from datastates.commit.names import STEP, as_debris, final_of
 from datastates.commit.pending import LOCK
 from datastates.commit.tier import Opening
+from datastates.commit.writers import Writer
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location
@@ -120,7 +123,7 @@ class DirectoryOpening(Opening):
     @property
     @override
     def mark(self) -> bytes:
-        return f"{self._number} {self._owner}\n".encode() if self._number else b""
+        return f"{self._number} {self._owner}".encode() if self._number else b""
 
     @override
     def begin_to_save(self) -> None:
@@ -171,9 +174,9 @@ class DirectoryOpening(Opening):
     def _stop_older(self) -> None:
         """Give the partial directories of older openings another name, so that nobody can commit them."""
         stopped = False
-        for entry in entries(self.root):
-            if (m := PARTIAL.match(entry.name)) and STEP.match(m[1]) and self._is_older(entry):
-                left = as_debris(self.root / m[1])
+        for entry in partials(self.root, STEP):
+            if any(self._is_older(one) for one in writers_of(entry)):
+                left = as_debris(entry.with_name(final_of(entry.name)))
                 with _ignoring(*ABSENT):
                     _store(self.root).rename(entry, left)
                     stopped = True
@@ -181,19 +184,29 @@ class DirectoryOpening(Opening):
         if stopped:
             _store(self.root).sync_folder(self.root)
 
-    def _is_older(self, partial: Location) -> bool:
-        """Whether an older opening, of another process, writes into a partial directory.
+    def _is_older(self, writer: Writer) -> bool:
+        """Whether an older opening, of another process, writes.
 
         A partial directory without a number is not marked yet: its process has yet to look whether it is fenced.
         """
-        try:
-            mark = _store(partial).read_all(partial / LOCK, _MOST)
-        except StorageError as error:
-            if error.errno in ABSENT:
-                return False
-            raise
-        number, _, owner = mark.decode().strip().partition(" ")
-        return number.isdecimal() and int(number) < self._number and owner != self._owner
+        return 0 < writer.number < self._number and writer.owner != self._owner
+
+
+def writers_of(partial: Location) -> list[Writer]:
+    """Who writes into a partial directory, as its lock file says; none without that file."""
+    try:
+        return writers.decode(_store(partial).read_all(partial / LOCK, _MOST))
+    except StorageError as error:
+        if error.errno in ABSENT:
+            return []
+        raise
+
+
+def fenced(root: Location) -> Callable[[Writer], bool]:
+    """Return a function that tells whether a writer's opening is fenced, so that it cannot commit any more."""
+    newest = _newest_saving(root)
+    owner = None if newest is None else _told(newest.path).get("owner")
+    return lambda writer: newest is not None and 0 < writer.number < newest.number and writer.owner != owner
 
 
 _openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()

@@ -46,6 +46,11 @@ def partial(target: Location, attempt: str) -> Location:
     return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
 
 
+def final_of(name: str) -> str:
+    """The inverse of :func:`partial` for the name of a partial directory; empty for another name."""
+    return match[1] if (match := PARTIAL.match(name)) else ""
+
+
 def as_debris(path: Location) -> Location:
     """A new name beside ``path`` for a directory that is to be deleted: nobody takes it for a checkpoint."""
     return partial(path, secrets.token_hex(4))

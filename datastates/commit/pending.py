@@ -2,7 +2,7 @@
 
 A snapshot is written into a directory ``NAME.partial-XXXXXXXX``. Readers ignore it, and its writers hold a lock on a
 file in it. The commit writes and syncs ``manifest.json`` there, syncs the directory, renames it to ``NAME``, and syncs
-its parent. A partial directory whose lock nobody holds is debris.
+its parent. Once its writers are gone, a partial directory is debris.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import errno
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 from typing_extensions import override
 
-from datastates.commit import manifest
+from datastates.commit import manifest, writers
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import partial
 from datastates.commit.tier import Uncommitted
@@ -40,7 +41,7 @@ class Pending(Uncommitted):
         """Choose the partial directory, beside ``target``; nothing is made yet.
 
         ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
-        directory is this process's alone and gets a random name. The lock file holds ``mark``.
+        directory is this process's alone and gets a random name. The lock file gets a line with ``mark``.
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
@@ -86,10 +87,11 @@ class Pending(Uncommitted):
     def _hold(self) -> bool:
         """Lock the existing directory; returns False if another process is deleting it."""
         path = self.directory / LOCK
-        lock = store_of(path).open_lock(path, create=self._mark)
+        lock = store_of(path).open_lock(path, create=writers.line(self._mark))
         if lock.hold(shared=True) is False or not lock.is_at(path):
             return False
         self._lock = lock
+        _begun.add(self)
         return True
 
     @override
@@ -139,9 +141,9 @@ class Pending(Uncommitted):
     def abandon(self) -> None:
         store = store_of(self.directory)
         if not self.shared:
+            self.close()  # first: FUSE keeps a file that is open under a hidden name, and so the directory
             if self._is_ours:
                 store.remove_tree(self.directory, tolerant=True)
-            self.close()
             return
         for path in self.files:
             with contextlib.suppress(OSError):
@@ -151,11 +153,22 @@ class Pending(Uncommitted):
         with contextlib.suppress(OSError), store.open_lock(self.directory / LOCK) as lock:
             if lock.hold() is not False and store.names(self.directory) == [LOCK]:
                 store.remove_tree(self.directory, tolerant=True)
+                lock.close()
+                store.remove_empty(self.directory)
 
     @override
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
+        _begun.discard(self)
+
+
+_begun: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+def is_begun(directory: Location) -> bool:
+    """Whether this process itself writes into a partial directory."""
+    return any(one.directory == directory for one in list(_begun))
 
 
 def publish_files(moves: Iterable[tuple[Location, Location]], *, replace: bool) -> None:

@@ -10,8 +10,7 @@ All files are below ``.ranks``. The steps:
 4. Once a process of each rank has answered, rank 0 writes who the members are. Only then do they form a run. If the
    time is up before that, it writes which ranks are missing.
 
-Where the file system has locks, only its own rank 0 writes or deletes the session of a living run. So one run may end
-while the next one begins.
+Only its own rank 0 writes or deletes the session of a living run. So one run may end while the next one begins.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from datastates._base.process import is_gone, own_name
 from datastates.errors import RanksMissingError, SettingsError, StorageError, rank_names
 from datastates.ranks.file_board import FileBoard, names, read, remove, store
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock
 from datastates.storage.location import Location
+from datastates.storage.store import ABSENT
 
 FOLDER = ".ranks"
 _ANSWERS = "joined"
@@ -127,7 +128,7 @@ def _gather(root: Location, size: int, timeout: float) -> tuple[str, Lock]:
     answers = root / run / _ANSWERS
     for folder in (root, root / run, answers):  # a run that has just ended may have deleted the first one
         store(root).add_folder(folder, exist_ok=True)
-    lock = store(root).open_lock(root / run / _ALIVE, create=b"")
+    lock = store(root).open_lock(root / run / _ALIVE, create=own_name().encode())
     try:
         lock.hold()
         _meet(root, run, size, timeout)
@@ -193,10 +194,15 @@ def _clear(root: Location, run: str) -> None:
 
 
 def _is_alive(folder: Location) -> bool:
-    """Whether rank 0 of a run still lives. Always False where the file system has no locks."""
-    with contextlib.suppress(OSError), store(folder).open_lock(folder / _ALIVE) as lock:
-        return lock.hold(shared=True) is False
-    return False
+    """Whether rank 0 of a run may still live. A lock that can be taken does not prove that it does not."""
+    try:
+        with store(folder).open_lock(folder / _ALIVE) as lock:
+            if lock.hold(shared=True) is False:
+                return True
+        named = (read(folder / _ALIVE) or b"").decode(errors="replace")
+    except StorageError as error:
+        return error.errno not in ABSENT
+    return not (is_gone(named) or store(folder).has_stood_still(folder))
 
 
 def _follow(root: Location, process: str, size: int, timeout: float) -> str:

@@ -216,7 +216,7 @@ class LocalStore(Store):
             with self._call("open", path):
                 return LocalLock(_open_file(path, or_folder=True))
         with self._call("lock", path):
-            lock = LocalLock(opened(path, os.O_RDWR | (0 if create is None else os.O_CREAT)))
+            lock = LocalLock(opened(path, os.O_RDWR | (0 if create is None else os.O_CREAT | os.O_APPEND)))
             if create is not None:
                 lock.write(create)
             return lock

@@ -31,8 +31,8 @@ class LocalLock(Lock):
         self._file = file
 
     def write(self, data: bytes) -> None:
-        """Write at the beginning of the file; raises OSError."""
-        os.pwrite(self._file.fileno(), data, 0)
+        """Write to the file; raises OSError."""
+        os.write(self._file.fileno(), data)
 
     @override
     def hold(self, *, shared: bool = False) -> bool | None:

@@ -7,6 +7,7 @@ Methods can be called from several threads at once.
 from __future__ import annotations
 
 import errno
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ from datastates.storage.location import Location
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """The error numbers of a file that another process has deleted; the second one on NFS."""
 _AT_ONCE = 32
+_LONG = 24 * 3600.0
 
 
 class Entry(NamedTuple):
@@ -124,6 +126,17 @@ class Store(ABC):
 
         ``stale_ok``: NFS' ESTALE means that another process has deleted the folder, and not that a mount was lost.
         """
+
+    def has_stood_still(self, folder: Location) -> bool:
+        """Whether nothing in a folder has changed for a day, so that nobody is expected to write into it any more."""
+        return time.time() - self._last_change(folder) / 1e9 > _LONG
+
+    def _last_change(self, path: Location) -> int:
+        """When a file, or anything in a folder, was last changed, as :attr:`Entry.changed`; 0 if it is gone."""
+        found = self.look(path, follow=False)
+        if found is None or found.kind != "folder":
+            return 0 if found is None else found.changed
+        return max([found.changed, *(self._last_change(path / name) for name in self.names(path))])
 
     @abstractmethod
     def target(self, link: Location) -> str:
@@ -232,7 +245,7 @@ class Store(ABC):
 
         Args:
             path: The file; a folder only without ``write``.
-            create: Make the file if it is absent, and write this at its beginning.
+            create: Make the file if it is absent, and append this to it.
             write: Whether to open it for writing. NFS locks others out only of files that were opened so.
         """
 

@@ -240,8 +240,9 @@ def test_a_failing_deletion_is_logged_and_made_up_for(
     assert any(operation in record.getMessage() for record in caplog.records)
     assert ckpt.failures == 0
     assert list(newest.committed(tier_of(tmp_path))) == [3]
-    ds.Checkpointer(tmp_path, **OPTIONS).close()
-    assert entries(tmp_path) == ["step-00000003"]
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers_of(state), step=4)
+    assert entries(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_the_directory_vanishes_under_a_snapshot(tmp_path: Path) -> None:

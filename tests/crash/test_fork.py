@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import datastates as ds
 from datastates.commit import fence, newest
 from datastates.commit.directory_tier import tier_of
+from datastates.providers import from_state_dict
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
@@ -274,5 +276,6 @@ time.sleep(60)
     parent.kill()
     parent.wait()
     assert len(tier_of(tmp_path).debris()) == 1
-    ds.Checkpointer(tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == [fence.FOLDER]
+    with ds.Checkpointer(tmp_path) as ckpt:
+        ckpt.snapshot([from_state_dict("s", {"a": np.ones(3)})], step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fence.FOLDER, "step-00000002"]

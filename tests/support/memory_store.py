@@ -186,7 +186,7 @@ class MemoryStore(Store):
             node = self._file("lock", path) if write else self.find(path)
             if node is None:
                 raise _error(errno.ENOENT, "open", path)
-            node.data[: len(create or b"")] = create or b""
+            node.data += create or b""
             return _Lock(self, node)
 
 

@@ -20,9 +20,9 @@ from hold import GATE, held
 
 from datastates import _native
 from datastates.adapters import looks
-from datastates.commit import directory_tier
-from datastates.commit.pending import LOCK, Pending
+from datastates.commit.pending import LOCK, Pending, is_begun
 from datastates.errors import SettingsError, StorageError
+from datastates.storage import Location
 from datastates.testing.equality import difference
 
 torch = pytest.importorskip("torch")
@@ -333,7 +333,7 @@ def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_pat
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
             with looks.unwatched():
-                found.extend(directory_tier.is_live(path) for path in tmp_path.glob(".checkpoint-5.partial-*"))
+                found.extend(is_begun(Location(path)) for path in tmp_path.glob(".checkpoint-5.partial-*"))
             go.set()
 
     go = threading.Event()
