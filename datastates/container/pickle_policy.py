@@ -65,12 +65,37 @@ def size(sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
-    # NumPy always writes an empty array here, which __setstate__ fills; a larger shape would only allocate memory
-    # a subclass gets here only if the caller trusts it
-    if not (isinstance(subtype, type) and issubclass(subtype, np.ndarray)) or shape != (0,) or kind not in (b"b", "b"):
-        raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
+def _rebuild_numpy(subtype: Any, shape: object, kind: object) -> Any:
+    _check_rebuild(subtype, np.ndarray, shape, kind)
     return np.ndarray.__new__(subtype, (0,), "b")
+
+
+def _rebuild_masked(subtype: Any, base: Any, shape: object, kind: object) -> Any:
+    _check_rebuild(subtype, np.ma.MaskedArray, shape, kind)
+    _check_rebuild(base, np.ndarray, shape, kind)
+    data, mask = np.ndarray.__new__(base, (0,), "b"), np.ndarray((0,), "?")
+    return subtype.__new__(subtype, data, mask=mask, dtype="b")
+
+
+def _check_rebuild(subtype: object, base: type, shape: object, kind: object) -> None:
+    # NumPy always writes an empty array here, which __setstate__ fills; a larger shape would only allocate memory
+    # a subclass of another package gets here only if the caller trusts it
+    if not (isinstance(subtype, type) and issubclass(subtype, base)) or shape != (0,) or kind not in (b"b", "b"):
+        raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
+
+
+def _masked_constant() -> Any:
+    return np.ma.masked
+
+
+def _string_dtype(coerce: object, *missing: Any) -> Any:
+    """Make NumPy's type of strings of any length; ``missing`` is the object that stands for a missing string."""
+    if type(coerce) not in (int, bool) or len(missing) > 1:
+        raise FormatError("a NumPy type of strings is made from arguments that NumPy does not write")
+    if not hasattr(np.dtypes, "StringDType"):
+        raise ImportError("a value is of NumPy's StringDType: install NumPy 2.0 or newer")
+    named = {"na_object": missing[0]} if missing else {}
+    return np.dtypes.StringDType(coerce=bool(coerce), **named)
 
 
 def numpy_dtype(*args: Any) -> Any:
@@ -79,7 +104,7 @@ def numpy_dtype(*args: Any) -> Any:
     match args:
         case (str(), False, True):
             return np.dtype(*args)
-        case (type() as scalar, False, True) if _is_of_ml_dtypes(scalar):
+        case (type() as scalar, False, True) if scalar is np.record or _is_of_ml_dtypes(scalar):
             return np.dtype(*args)
     raise FormatError("a NumPy type is made from arguments that NumPy does not write")
 
@@ -106,19 +131,19 @@ def _is_of_ml_dtypes(scalar: type) -> bool:
     return getattr(loaded("ml_dtypes"), scalar.__name__, None) is scalar
 
 
+_STRINGS = "T"
+"""The character code of NumPy's ``StringDType``, whose arguments are all of its state."""
+
+
 def set_numpy_dtype(dtype: Any, state: Any) -> None:
     """Check and set a dtype's state: NumPy would believe any state, even that a type with objects has none."""
     expected: Any = None
     match state:
-        case (3, str(), None, None, None, int(), int(), int()):
-            expected = dtype
-        case (3, str(), (np.dtype() as base, tuple(shape)), None, None, int(), int(), int()):
-            expected = np.dtype((base, shape))
-        case (3, str(), None, tuple(names), dict(fields), int(size), int(), int(flags)):
-            expected = _structured(names, fields, size, align=bool(flags & 0x80))
-        case (4, str(), None, None, None, int(), int(), int(), (None | dict(), (_, int(), int(), int()))):
-            expected = dtype if dtype.kind in "mM" else None
-    if expected is None or state[1] not in ("<", ">", "|", "="):
+        case (3, *form) | (4, *form, dict()):
+            expected = _of_form(dtype, form)
+        case (4, *form, (None | dict(), (_, int(), int(), int()))) if dtype.kind in "mM":
+            expected = _of_form(dtype, form)
+    if expected is None or state[1] not in ("<", ">", "|", "=") or dtype.char == _STRINGS:
         raise FormatError("a NumPy type has a state that NumPy does not write")
     size, flags = state[5], state[7]
     if size not in (-1, expected.itemsize) or (flags ^ expected.flags) & 0xFF:
@@ -129,21 +154,45 @@ def set_numpy_dtype(dtype: Any, state: Any) -> None:
         raise FormatError("a NumPy type of ml_dtypes states another byte order")
 
 
+def _of_form(dtype: Any, form: list[Any]) -> Any:
+    """The type that a dtype's state, without its version and metadata, describes; None for a state of another form."""
+    match form:
+        case [str(), None, None, None, int(), int(), int()]:
+            return dtype
+        case [str(), (np.dtype() as base, tuple(shape)), None, None, int(), int(), int()]:
+            return np.dtype((base, shape))
+        case [str(), None, tuple(names), dict(fields), int(size), int(), int(flags)]:
+            return _structured(names, fields, size, align=bool(flags & 0x80))
+    return None
+
+
 def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, align: bool) -> Any:
     entries = [fields[n] for n in names]
-    if len(fields) != len(names) or not all(len(e) == 2 and isinstance(e[0], np.dtype) for e in entries):
+    titles = [e[2] if len(e) == 3 else None for e in entries]
+    known = {*names, *(title for title in titles if title is not None)}
+    if fields.keys() != known or not all(len(e) in (2, 3) and isinstance(e[0], np.dtype) for e in entries):
         raise FormatError("a NumPy type has fields without a name of their own")
-    formats, offsets = [e[0] for e in entries], [e[1] for e in entries]
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}, align=align)
+    form: Any = {"names": names, "formats": [e[0] for e in entries], "offsets": [e[1] for e in entries]}
+    if any(title is not None for title in titles):
+        form["titles"] = titles
+    form["itemsize"] = size
+    return np.dtype(form, align=align)
 
 
 def set_numpy_array(array: Any, state: Any) -> None:
     """Check and set an array's state: NumPy would allocate any shape, and would not count the objects."""
+    masked = loaded("numpy.ma")
     match state:
         case (int(), tuple(shape), np.dtype() as dtype, bool(), bytes() | list() as data):
-            pass
+            is_whole = masked is None or not isinstance(array, masked.MaskedArray)
+        case (1, tuple(shape), np.dtype() as dtype, bool(), bytes() | list() as data, bytes(mask), fill):
+            is_whole = masked is not None and isinstance(array, masked.MaskedArray) and array is not masked.masked
+            is_whole = is_whole and len(mask) == math.prod(shape) * masked.make_mask_descr(dtype).itemsize
+            is_whole = is_whole and (fill is None or (isinstance(fill, np.ndarray) and fill.shape == ()))
         case _:
-            raise FormatError("a NumPy array has a state that NumPy does not write")
+            is_whole = False
+    if not is_whole:
+        raise FormatError("a NumPy array has a state that NumPy does not write")
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
         raise FormatError("a NumPy array has an impossible shape")
     itemsize = 1 if dtype.hasobject else dtype.itemsize
@@ -164,10 +213,11 @@ def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any 
 
 
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
-    fits = isinstance(dtype, np.dtype) and isinstance(data, bytes) and len(data) == dtype.itemsize
-    if not fits or dtype.hasobject:
-        raise FormatError("a NumPy scalar does not fit its type")
-    return np.frombuffer(data, dtype)[0]
+    if isinstance(data, np.ndarray) and data.shape == () and data.dtype == dtype and dtype.names is not None:
+        return data[()]  # NumPy writes an array of a row with objects
+    if isinstance(dtype, np.dtype) and isinstance(data, bytes) and len(data) == dtype.itemsize and not dtype.hasobject:
+        return np.frombuffer(data, dtype)[0]
+    raise FormatError("a NumPy scalar does not fit its type")
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -283,12 +333,22 @@ SAFE: dict[str, Callable[[], Any]] = {
     "_codecs.encode": lambda: _encode,
     "numpy.ndarray": lambda: np.ndarray,
     "numpy.dtype": lambda: numpy_dtype,
+    "numpy.record": lambda: np.record,
+    **{f"numpy.{m}recarray": lambda: np.recarray for m in ("", "rec.")},
+    **{f"numpy.ma.{m}MaskedArray": lambda: np.ma.MaskedArray for m in ("", "core.")},
+    "numpy.ma.core.mvoid": lambda: np.ma.core.mvoid,
+    "numpy.ma.core.MaskedConstant": lambda: _masked_constant,
+    "numpy.ma.core._mareconstruct": lambda: _rebuild_masked,
+    "numpy._core._internal._convert_to_stringdtype_kwargs": lambda: _string_dtype,
     **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
     **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
     **{f"numpy.{m}.numeric._frombuffer": lambda: _numpy_from_buffer for m in ("core", "_core")},
     **{f"ml_dtypes.{d.name}": partial(_ml_dtype, d.name) for d in dtypes.ALL if d.numpy == d.name},
 }
-_FUNCTIONS = (_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_from_buffer, _numpy_scalar, size)
+_FUNCTIONS = (
+    *(_encode, _bytearray, size, numpy_dtype, _string_dtype, _numpy_scalar),
+    *(_rebuild_numpy, _rebuild_masked, _masked_constant, _numpy_from_buffer),
+)
 
 
 def may_call(function: Any, arguments: tuple[Any, ...]) -> bool:

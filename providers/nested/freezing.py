@@ -33,9 +33,15 @@ def _check_keys(value: Any) -> None:
 
 
 def _check_dtype(value: Any) -> None:
-    made, arguments, state = value.__reduce__()
+    made, arguments, *state = value.__reduce__()
     if made is np.dtype:
-        pickle_policy.set_numpy_dtype(pickle_policy.numpy_dtype(*arguments), state)
+        pickle_policy.set_numpy_dtype(pickle_policy.numpy_dtype(*arguments), *state)
+
+
+def _sets_its_state_itself(kind: Any) -> bool:
+    masked = loaded("numpy.ma")
+    usual = [np.ndarray, *([] if masked is None else [masked.MaskedArray])]
+    return not any(kind.__setstate__ is base.__setstate__ for base in usual)
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {
@@ -51,7 +57,7 @@ def _check(value: object) -> None:
         check(value)
     elif isinstance(value, np.dtype):
         _check_dtype(value)
-    elif isinstance(value, np.ndarray) and kind.__setstate__ is not np.ndarray.__setstate__:
+    elif isinstance(value, np.ndarray) and _sets_its_state_itself(kind):
         raise pickle.PicklingError("its class has a __setstate__ of its own, which no reader calls")
     elif (torch := loaded("torch")) is not None and kind is torch.memory_format:
         raise pickle.PicklingError("files of torch.save hold no memory formats")

@@ -237,6 +237,15 @@ def dtype_state(elsize: int, flags: int, *, names: bytes = NONE, fields: bytes =
     return tuple_of(b"K\x03", text("|"), subdtype, names, fields, integer(elsize), integer(1), integer(flags))
 
 
+def masked_array(shape: bytes, *, kind: bytes = b"cnumpy.ma\nMaskedArray\n") -> bytes:
+    return call("numpy.ma.core", "_mareconstruct", kind, b"cnumpy\nndarray\n", shape, text("b"))
+
+
+def masked_state(shape: tuple[int, ...], data: bytes, mask: bytes, fill: bytes = NONE) -> bytes:
+    sizes = tuple_of(*map(integer, shape))
+    return tuple_of(b"K\x01", sizes, dtype("u1"), b"\x89", byte_string(data), byte_string(mask), fill)
+
+
 def array_state(shape: tuple[int, ...], kind: bytes, data: bytes) -> bytes:
     return tuple_of(b"K\x01", tuple_of(*map(integer, shape)), kind, b"\x89", data)
 
@@ -324,6 +333,27 @@ MEMORY: dict[str, bytes] = {
     "a NumPy type of a negative size": dtype("V8", dtype_state(-8, 0)),
     "a NumPy scalar of another size": call("numpy.core.multiarray", "scalar", dtype("V2000000000"), byte_string(b"x")),
     "a NumPy scalar of objects": call("numpy.core.multiarray", "scalar", dtype("O8"), byte_string(b"A" * 8)),
+    "a masked array rebuilt with a shape": masked_array(tuple_of(HUGE)),
+    "a masked array of a class of arrays": masked_array(b"K\x00\x85", kind=b"cnumpy\nndarray\n"),
+    "a masked array with a short mask": masked_array(b"K\x00\x85") + masked_state((2,), b"ab", b"\x00") + BUILD,
+    "a masked array without data": masked_array(b"K\x00\x85") + masked_state((2,), b"", b"\x00\x00") + BUILD,
+    "a masked array that is filled with a range": masked_array(b"K\x00\x85")
+    + masked_state((1,), b"a", b"\x00", RANGE)
+    + BUILD,
+    "a masked array without a mask": masked_array(b"K\x00\x85")
+    + array_state((1,), dtype("u1"), byte_string(b"a"))
+    + BUILD,
+    "a NumPy array with a mask": numpy_array(masked_state((1,), b"a", b"\x00")),
+    "a state for NumPy's one masked value": call("numpy.ma.core", "MaskedConstant")
+    + masked_state((), b"a", b"\x01")
+    + BUILD,
+    "a state for NumPy's type of strings": dtype("T", dtype_state(16, 0)),
+    "a NumPy type of strings with other arguments": call(
+        "numpy._core._internal", "_convert_to_stringdtype_kwargs", b"](K\x01e", NONE, NONE
+    ),
+    "a NumPy array of strings from bytes": numpy_array(array_state((1,), dtype("T"), byte_string(b"A" * 16))),
+    "a NumPy array of strings that are not there": numpy_array(array_state((1 << 27,), dtype("T"), b"]")),
+    "a NumPy scalar of strings": call("numpy.core.multiarray", "scalar", dtype("T"), byte_string(b"A" * 16)),
     "a NumPy scalar of hidden objects": call(
         "numpy.core.multiarray",
         "scalar",
@@ -544,6 +574,10 @@ def test_every_global_that_is_safe_is_what_it_says(attack: Any) -> None:
         lambda: pickle_writer.dumps([np.array(["a"], "U3"), np.array([b"a"]), np.float32(1), np.array([1], ">i4")])[
             2:-1
         ],
+        lambda: pickle_writer.dumps([np.rec.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]), np.ma.array([1], mask=[1])])[
+            2:-1
+        ],
+        lambda: pickle_writer.dumps([np.array(["a"], np.dtypes.StringDType()), np.ma.masked])[2:-1],
         lambda: b"ctorch\nfloat32\n",
         lambda: tuple_of(*[tuple_of(*[integer(i)] * 50) for i in range(50)]) + b"q\x01}h\x01K\x01s",
     ]
