@@ -112,11 +112,16 @@ class _Writer(_PurePython):  # type: ignore[misc]
     """
 
     def __init__(
-        self, file: io.BytesIO, locate: Callable[[ArrayLeaf], StoredArray] | None, names: set[str] | None
+        self,
+        file: io.BytesIO,
+        locate: Callable[[ArrayLeaf], StoredArray] | None,
+        names: set[str] | None,
+        leaf_of: Callable[[object], ArrayLeaf | None],
     ) -> None:
         super().__init__(file, PROTOCOL)
         self._locate = locate
         self._names = names
+        self._leaf_of = leaf_of
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         name = name or getattr(obj, "__qualname__", None) or obj.__name__
@@ -137,8 +142,10 @@ class _Writer(_PurePython):  # type: ignore[misc]
             self.save_reduce(codecs.encode, ("", "latin1"), obj=obj)
             return
         if type(obj) is not ArrayLeaf:
-            super().save(obj, save_persistent_id)
-            return
+            if (leaf := self._leaf_of(obj)) is None:
+                super().save(obj, save_persistent_id)
+                return
+            obj = leaf
         known = self.memo.get(id(obj))
         if known is not None:
             self.write(self.get(known[0]))
@@ -173,6 +180,7 @@ def dumps(
     value: object,
     locate: Callable[[ArrayLeaf], StoredArray] | None = None,
     names: set[str] | None = None,
+    leaf_of: Callable[[object], ArrayLeaf | None] = lambda _: None,
 ) -> bytes:
     """Serialize a value as a pickle of protocol 2.
 
@@ -180,13 +188,14 @@ def dumps(
         value: Anything that pickles; :class:`ArrayLeaf` objects in it stand for arrays.
         locate: Gives the place where an array leaf's elements are stored.
         names: A set to which the classes and functions that the pickle names are added, as ``module.qualname``.
+        leaf_of: Gives the array leaf that is written in place of a value; None for a value that is written itself.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: The value does not pickle.
     """
     file = io.BytesIO()
     with deeper():
-        _Writer(file, locate, names).dump(value)
+        _Writer(file, locate, names, leaf_of).dump(value)
     return file.getvalue()
 
 

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -64,7 +65,7 @@ def _check(value: object) -> None:
 
 
 class _Freeze(pickle.Pickler):
-    """Pickles objects; ``leaf`` may replace tensors in them by leaves, which become shards."""
+    """Pickles objects; ``leaf`` may replace tensors and storages in them by leaves, which become shards."""
 
     def __init__(self, file: io.BytesIO, leaf: Leaf) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -76,8 +77,8 @@ class _Freeze(pickle.Pickler):
 
 
 class _Thaw(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> ArrayLeaf:
-        return ArrayLeaf(pid.key, pid.requires_grad, pid.parameter, pid.kind, pid.attributes)
+    def persistent_load(self, pid: ArrayLeaf) -> ArrayLeaf:
+        return replace(pid)
 
 
 def _frozen(value: object, leaf: Leaf) -> bytes:
@@ -94,23 +95,96 @@ def _frozen(value: object, leaf: Leaf) -> bytes:
     return data
 
 
-def freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
-    """Copy objects into one pickle. An object that several of them refer to is copied once.
+@dataclass(eq=False)
+class Copies:
+    """Copies of objects, which are pickled again later, with a leaf for each tensor that is stored as an array.
 
-    Args:
-        objects: The objects.
-        keys: The key of each object, for messages.
-        leaf: Called with each value in the objects. Returns a leaf to store instead of the value, or None to pickle it.
-
-    Raises:
-        ProviderError: An object does not pickle, or could not be read back; the message names its key.
+    Attributes:
+        objects: The copies.
     """
+
+    objects: list[object] = field(default_factory=list)
+    _leaves: dict[int, ArrayLeaf] = field(default_factory=dict)
+    _kept: list[object] = field(default_factory=list)  # whose ids are in use
+
+    @classmethod
+    def of(cls, objects: list[object], keys: list[str], leaf: Leaf, found: list[Any]) -> Copies:
+        """Copy objects. An object that several of them refer to is copied once.
+
+        The copies hold leaves in place of their tensors. Where the objects' own code needs tensors to be built or
+        pickled, they hold copies of the tensors.
+
+        Args:
+            objects: The objects.
+            keys: The key of each object, for messages.
+            leaf: Called with each value in the objects. Returns a leaf to store instead of the value, or None.
+            found: The list to which ``leaf`` adds an item for each leaf. Items of leaves that are not used are removed.
+
+        Raises:
+            ProviderError: An object does not pickle, or could not be read back; the message names its key.
+        """
+        plain = len(found)
+        frozen = _freeze(objects, keys, leaf)
+        with_tensors = len(found) > plain
+        try:
+            copies = cls(_thaw(frozen))
+            if with_tensors:
+                _frozen(copies.objects, lambda item: item if type(item) is ArrayLeaf else None)
+            return copies
+        except Exception as error:  # the objects' own code may raise anything
+            if not with_tensors:
+                raise _unreadable(keys, error) from error
+        del found[plain:]
+        try:
+            copies = cls(_thaw(_freeze(objects, keys, lambda _: None)))
+        except ProviderError:
+            raise
+        except Exception as error:
+            raise _unreadable(keys, error) from error
+        copies._refer(leaf)
+        if not copies._leaves:
+            del found[plain:]
+        return copies
+
+    def leaf_of(self, item: object) -> ArrayLeaf | None:
+        """The leaf of a copied tensor; None for other values."""
+        return self._leaves.get(id(item))
+
+    def _refer(self, leaf: Leaf) -> None:
+        """Make a leaf for each copied tensor; for none if the objects make other tensors each time they are pickled."""
+
+        def refer(item: object) -> ArrayLeaf | None:
+            known = self._leaves.get(id(item))
+            if known is None and (known := leaf(item)) is not None:
+                self._leaves[id(item)] = known
+                self._kept.append(item)
+            return known
+
+        _frozen(self.objects, refer)
+        count = len(self._leaves)
+        _frozen(self.objects, refer)
+        if len(self._leaves) != count:
+            self._leaves.clear()
+
+
+def _unreadable(keys: list[str], error: Exception) -> ProviderError:
+    return ProviderError(f"{', '.join(map(repr, keys))}: what they pickle cannot be read back: {error}")
+
+
+def _freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
+    """Pickle objects together; raises ProviderError, which names the key of an object that does not pickle."""
     try:
         return _frozen(objects, leaf)
     except Exception as error:
         for key, item in zip(keys, objects, strict=True):
             vet(key, item, leaf)
         raise ProviderError(f"{', '.join(map(repr, keys))} cannot be pickled together: {error}") from error
+
+
+def _thaw(data: bytes) -> list[object]:
+    """Build the objects that :func:`_freeze` pickled, in this process."""
+    made: list[object] = _Thaw(io.BytesIO(data)).load()
+    return made
 
 
 def vet(key: str, item: object, leaf: Leaf = lambda _: None) -> None:
@@ -120,9 +194,3 @@ def vet(key: str, item: object, leaf: Leaf = lambda _: None) -> None:
     except Exception as cause:  # the object's own code may raise anything
         what = f"{key!r} ({type(item).__name__})" if key else f"the {type(item).__name__}"
         raise ProviderError(f"{what} cannot be pickled: {cause}") from cause
-
-
-def thaw(data: bytes) -> list[object]:
-    """Build the objects that :func:`freeze` copied, in this process."""
-    made: list[object] = _Thaw(io.BytesIO(data)).load()
-    return made

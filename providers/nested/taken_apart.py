@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from datastates.container.pickle_reader import needs_trust
 from datastates.container.pickle_torch import is_generator
 from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
-from datastates.providers.nested.freezing import freeze, thaw, vet
+from datastates.providers.nested.freezing import Copies, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
 from datastates.state import arrays, dtensors, laziness, storages, subclasses
 from datastates.state.depth import DEEPEST, deeper
@@ -65,24 +65,14 @@ class Tree:
     shards: Sequence[Shard] = ()
     root: object = None
     name: str = ""
-    _opaque: bytes = b""
-
-    def thaws(self) -> bool:
-        """Whether the copied objects can be built with leaves instead of the tensors in them."""
-        try:
-            self._thaw()
-        except Exception:  # the objects' own code may raise anything
-            return False
-        return True
-
-    def _thaw(self) -> list[object]:
-        return thaw(self._opaque) if self._opaque else []
+    _objects: Copies = field(default_factory=Copies)
 
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
         """Serialize the frozen copy, independently of live state."""
         names: set[str] = set()
         with deeper():
-            data = dumps(_fill(self.root, self._thaw(), {}), locate, names)
+            root = _fill(self.root, self._objects.objects, {})
+            data = dumps(root, locate, names, self._objects.leaf_of)
         needed = [name for name in needs_trust(names) if (self.name, name) not in _told]
         if needed:
             _told.update((self.name, name) for name in needed)
@@ -139,14 +129,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     walk = _Walk(lazy, detached)
     tree = Tree(root=walk.copy(value, ""))
     if walk.opaque:
-        plain = len(walk.found)
-        tree._opaque = freeze(walk.opaque, walk.opaque_keys, walk.inner)
-        if len(walk.found) > plain and not tree.thaws():
-            # the objects' own code needs real tensors: pickle the tensors with the objects
-            del walk.found[plain:]
-            tree._opaque = freeze(walk.opaque, walk.opaque_keys, lambda _: None)
-        if not tree.thaws():
-            raise ProviderError(f"{', '.join(map(repr, walk.opaque_keys))}: what they pickle cannot be read back")
+        tree._objects = Copies.of(walk.opaque, walk.opaque_keys, walk.inner, walk.found)
     found = walk.found
     tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [lazy for _, _, lazy in found])
     return tree
@@ -184,7 +167,9 @@ class _Walk:
         return copy
 
     def inner(self, item: object) -> ArrayLeaf | None:
-        """Make the leaf for a torch tensor inside an object that is pickled; None for any other value."""
+        """Make the leaf for a torch tensor or storage inside an object that is pickled; None for any other value."""
+        if storages.is_storage(item):
+            return self._storage(item, self._inside(""))
         if arrays.kind_of(item) != "torch":
             return None
         if dtensors.is_dtensor(item):  # a restore would make a plain tensor of it
