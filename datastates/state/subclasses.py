@@ -58,7 +58,7 @@ def beside(live: Any, restored: Any) -> Any:
     if not (is_tensor(live) and is_tensor(restored)) or is_uninitialized(restored) or _is_on(restored, live.device):
         return restored
     parameter = loaded("torch").nn.Parameter
-    moved = _moved(restored.detach(), live.device)
+    moved = changed(restored.detach(), lambda part: part.to(live.device))
     if isinstance(restored, parameter):
         moved = parameter(moved, restored.requires_grad)
     elif restored.requires_grad:
@@ -73,22 +73,28 @@ def _is_on(tensor: Any, device: Any) -> bool:
 
     A tensor that was just built may name another device than its inner tensors are on.
     """
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    names = tensor.__tensor_flatten__()[0] if is_composed(tensor) else ()
     parts = (getattr(tensor, name) for name in names)
     return tensor.device == device and all(_is_on(part, device) for part in parts if is_tensor(part))
 
 
-def _moved(tensor: Any, device: Any) -> Any:
-    """Move a tensor to another device; other values, such as a DTensor's mesh, are returned as they are.
+def is_composed(value: object) -> bool:
+    """Whether a tensor consists of other tensors and tells them by ``__tensor_flatten__``, as torchao's do."""
+    return hasattr(value, "__tensor_flatten__")
 
-    A tensor that consists of others is made anew from the moved ones, because not every such class has ``to()``.
+
+def changed(tensor: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function, such as a copy to another device, to a tensor; to one that consists of others, by its parts.
+
+    Such a tensor is made anew from the results, because not every such class has ``to()`` or ``clone()``. Other values,
+    such as a DTensor's mesh, are returned as they are.
     """
     if not is_tensor(tensor):
         return tensor
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.to(device)
+    if not is_composed(tensor):
+        return change(tensor)
     names, context = tensor.__tensor_flatten__()
-    parts = {name: _moved(getattr(tensor, name), device) for name in names}
+    parts = {name: changed(getattr(tensor, name), change) for name in names}
     return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from datastates.adapters.dcp.load.read_items import begin_of, name_of, queue_box
+from datastates.adapters.dcp.load.read_items import begin_of, name_of, queue_box, take_pickled
 from datastates.adapters.dcp.names import is_key_of
 from datastates.container.file import Container
 from datastates.container.table import Row
@@ -57,18 +58,20 @@ class OwnFile:
             ValueError: The tensor has another shape than the item.
         """
         row = self._row(place.offset, item)
-        if item.type != LoadItemType.BYTE_IO:
+        if row.kind != "numpy":
             return queue_box(reads, self.source, row, item, planner)
         data = np.empty(place.length, np.uint8)
         reads.add_memory(self.source, place.offset, arrays.memory(data))
-        return lambda: planner.load_bytes(item, io.BytesIO(data.tobytes()))
+        take = planner.load_bytes if item.type == LoadItemType.BYTE_IO else partial(take_pickled, planner)
+        return lambda: take(item, io.BytesIO(data.tobytes()))
 
     def _row(self, offset: int, item: ReadItem) -> Row:
         """The array at ``offset``, the place from the metadata, where its archive or its bare bytes begin."""
         is_bytes = item.type == LoadItemType.BYTE_IO
         rows = self._rows.get(offset, [])
         for row in rows:
-            alike = row.kind == "numpy" if is_bytes else row.box == begin_of(item)
+            # the pickled bytes of an object, or of a tensor that consists of others
+            alike = row.kind == "numpy" or (not is_bytes and row.box == begin_of(item))
             if alike and is_key_of(row.key, item.storage_index):
                 return row
         there = f"{rows[0].key!r} of {rows[0].box}" if rows else "nothing"

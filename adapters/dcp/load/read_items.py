@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from datastates.container.table import Row
+from datastates.errors import FormatError
 from datastates.reading.read_queue import Source
 from datastates.reading.reads import Reads
 from datastates.state import arrays
@@ -48,6 +52,22 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     if target.shape != item.lengths:
         raise ValueError(f"{name_of(item)}: {tuple(item.lengths)} of it go to a tensor of shape {tuple(target.shape)}")
     return target
+
+
+def take_pickled(planner: LoadPlanner, item: ReadItem, data: io.BytesIO) -> None:
+    """Copy the part that an item wants of a pickled tensor, by the code of its class, as torch's reader does.
+
+    Raises:
+        FormatError: torch does not know the tensor's class; the message names the item and the class.
+        ValueError: The tensor has another shape than the item.
+    """
+    try:
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FormatError(f"{name_of(item)} cannot be read: {error}") from error
+    target = target_of(item, planner)
+    target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+    planner.commit_tensor(item, target)
 
 
 def is_memory(target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from datastates.errors import CommitError, ProviderError
 from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
-from datastates.state import arrays
+from datastates.state import arrays, subclasses
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
 from datastates.storage import Location, store_of
@@ -33,7 +34,10 @@ FRAMING = ContainerFraming(nested=True)
 
 
 class ItemsProvider(StateProvider):
-    """The items of one SavePlan: a tensor is a box of its logical tensor, an object an array of its pickled bytes."""
+    """The items of one SavePlan: a tensor is a box of its logical tensor, an object an array of its pickled bytes.
+
+    A tensor that consists of other tensors is stored as an object is.
+    """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the items of a plan. Its tensors must not change before they are captured; objects are pickled now.
@@ -52,7 +56,9 @@ class ItemsProvider(StateProvider):
             while key in self.indices:  # another tensor may have the name that is made here for a chunk
                 key += AGAIN
             data: Any = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
+            if item.type != WriteItemType.BYTE_IO and _is_composed(data):
+                data = _pickled(data)
+            if isinstance(data, io.BytesIO):
                 shard = arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
             else:
                 shard = _tensor_shard(key, item, data.detach())
@@ -70,6 +76,18 @@ class ItemsProvider(StateProvider):
     def shards(self) -> Sequence[Shard]:
         """The items of the plan, each as an array shard."""
         return self._shards
+
+
+def _is_composed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of other tensors, as torchao's do. Torch saves such a tensor by its class."""
+    return arrays.kind_of(tensor) is None and subclasses.is_composed(tensor) and tensor.layout is torch.strided
+
+
+def _pickled(tensor: torch.Tensor) -> io.BytesIO:
+    """The bytes that torch's own writer stores for a tensor. The class's own code makes them, so they are made now."""
+    file = io.BytesIO()
+    torch.save(tensor.detach().cpu(), file)
+    return file
 
 
 def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:

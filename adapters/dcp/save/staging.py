@@ -19,7 +19,7 @@ from datastates._base.waiting import Flag
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.saving import gate
 from datastates.saving.course import Course
-from datastates.state import arrays, devices, dtensors
+from datastates.state import arrays, devices, dtensors, subclasses
 from datastates.state import versions as array_versions
 from datastates.state.laziness import is_lazy_by_default
 
@@ -208,7 +208,10 @@ class StagedStateDict(dict[str, Any]):
 
 
 def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    copied = value.detach().clone()
+    is_composed = subclasses.is_composed(local)
+    copied: torch.Tensor = (
+        subclasses.changed(value, lambda part: part.detach().clone()) if is_composed else value.detach().clone()
+    )
     # methods that describe a tensor to torch, as Megatron-FSDP sets on unevenly sharded ones
     own = {name: hook for name, hook in vars(local).items() if name in _DESCRIBING}
     vars(dtensors.local(copied)).update(own)
