@@ -179,7 +179,7 @@ def load(
     device: Device = "cpu",
     trust: Trust = (),
     **options: Unpack[IoOptions],
-) -> dict[str, Any]:
+) -> Any:
     """Read a whole checkpoint as nested arrays and objects, without providers. Everything read is verified.
 
     Parts that several ranks saved are put together into whole tensors; a single container file gives its parts as
@@ -209,10 +209,10 @@ def load(
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Returns:
-        The value of each provider, by the name that it is stored under. Torch tensors are on ``device``, NumPy arrays
-        in host memory, if need be of a type of ml_dtypes. For a checkpoint of another format: the tensors by name, or
-        the value of a file of ``torch.save``; one that is no dict is under the key ``""``. With ``like``, its trees
-        with new arrays: of its types, on its devices, and with its shardings.
+        A dict with the value of each provider, by the name that it is stored under. Torch tensors are on ``device``,
+        NumPy arrays in host memory, if need be of a type of ml_dtypes. For a checkpoint of another format: the tensors
+        by name, or the value of a file of ``torch.save``, whatever it is. With ``like``, its trees with new arrays: of
+        its types, on its devices, and with its shardings.
 
     Raises:
         ValueError: There is no such framework or device, or a device is given with ``"np"``, or one of them with

@@ -13,7 +13,7 @@ from datastates import _calls
 from datastates.cli.arguments import add_step, as_location
 from datastates.cli.compare import Differences, compare
 from datastates.cli.distance import Distance, distance
-from datastates.cli.output import print_json, printable, say
+from datastates.cli.output import as_key, print_json, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL
 from datastates.config import IoSettings
@@ -81,11 +81,11 @@ def _distances(a: Opened, b: Opened, found: Differences, *, quiet: bool) -> dict
 def _print_differences(found: Differences, values: Mapping[str, Distance], a: str, b: str) -> None:
     for where, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys:
-            say(f"{printable(key)} is only in {where}")
+            say(f"{as_key(key)} is only in {where}")
     for key, one, other in found.descriptions:
-        say(f"{printable(key)} is {one} in {a}, {other} in {b}")
+        say(f"{as_key(key)} is {one} in {a}, {other} in {b}")
     for key in found.contents:
-        say(f"{printable(key)} {values.get(key, 'differs')}")
+        say(f"{as_key(key)} {values.get(key, 'differs')}")
     only = len(found.only_a) + len(found.only_b)
     say(
         f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "

@@ -7,7 +7,7 @@ import re
 
 from datastates import _calls
 from datastates.cli.arguments import add_checkpoint, as_location
-from datastates.cli.output import WrongCallError, print_json, printable, say
+from datastates.cli.output import WrongCallError, as_key, print_json, printable, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.config import IoSettings
@@ -83,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         for name, kept in done.tied.items():
             say(f"{printable(name)} is the same tensor as {printable(kept)}, which is written once")
         for key in done.objects:
-            say(f"{printable(key)}: what is no tensor in it is left out")
+            say(f"{as_key(key)}: what is no tensor in it is left out")
         if done.source == own.NAME:
             for key in done.unproven:
-                say(f"{printable(key)} matches its checksums; it has no digest")
+                say(f"{as_key(key)} matches its checksums; it has no digest")
         else:
             proven = f"{len(done.unproven)} of {done.tensors} tensors have no checksum to match"
             what = proven if done.unproven else "every tensor matches its checksum"

@@ -11,7 +11,7 @@ from typing import Any
 from datastates import _calls
 from datastates.cli.arguments import add_checkpoint
 from datastates.cli.modules import Module, modules
-from datastates.cli.output import print_json, printable, say
+from datastates.cli.output import as_key, print_json, printable, say
 from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_table
 from datastates.commit import manifest
 from datastates.container.file import Container
@@ -92,8 +92,8 @@ def _print_file(one: dict[str, Any]) -> None:
     for a in one["arrays"]:
         part = "" if a["shape"] == a["global_shape"] else f" of {as_shape(a['global_shape'])}"
         numbers = [as_size(a["bytes"]), str(a["offset"])]
-        rows.append([printable(a["key"]), a["dtype"], as_shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"])
-    rows += [[printable(o["key"]), "object", "", *_size_and_offset(o), ""] for o in one["objects"]]
+        rows.append([as_key(a["key"]), a["dtype"], as_shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"])
+    rows += [[as_key(o["key"]), "object", "", *_size_and_offset(o), ""] for o in one["objects"]]
     print_table(rows, numbers=(3, 4))
 
 
@@ -103,14 +103,14 @@ def _print_assembled(files: Sequence[dict[str, Any]], tensors: Sequence[dict[str
     rows = [["KEY", "TYPE", "SHAPE", "RANK" if by_rank else "FILE", "PART", "SIZE", "OFFSET", "DIGEST"]]
     for t in tensors:
         digest = t["digest"] or "unknown"
-        rows.append([printable(t["key"]), t["dtype"], as_shape(t["shape"]), "", "", as_size(t["bytes"]), "", digest])
+        rows.append([as_key(t["key"]), t["dtype"], as_shape(t["shape"]), "", "", as_size(t["bytes"]), "", digest])
         rows += [
             ["", "", "", _holder(p), as_part(p, t["shape"]), as_size(p["bytes"]), str(p["offset"]), ""]
             for p in t["parts"]
         ]
     for one in files:
         for o in one["objects"]:
-            rows.append([printable(o["key"]), "object", "", _holder(one), "", *_size_and_offset(o), ""])
+            rows.append([as_key(o["key"]), "object", "", _holder(one), "", *_size_and_offset(o), ""])
     print_table(rows, numbers=(3, 5, 6) if by_rank else (5, 6))
 
 

@@ -81,6 +81,11 @@ def _abandon(stream: TextIO) -> None:
         os.dup2(nothing.fileno(), stream.fileno())
 
 
+def as_key(key: str) -> str:
+    """A full key as text. Empty is the key of a value that is all of a checkpoint."""
+    return printable(key) or "(the value)"
+
+
 def printable(text: str) -> str:
     """A text with control characters escaped, because they could control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

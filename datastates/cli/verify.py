@@ -7,7 +7,7 @@ import argparse
 from datastates import _calls
 from datastates.cli import output
 from datastates.cli.arguments import add_checkpoint
-from datastates.cli.output import print_json, printable, say
+from datastates.cli.output import as_key, print_json, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.commit import health
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         whole = {"ok": not found, "format": None if opened is None else opened.format, "path": str(path), "step": step}
         print_json({**whole, "bytes": nbytes, "problems": found})
     for p in () if arguments.json else problems:
-        say(f"{printable(p.key)} in {p.path} {p.what}")
+        say(f"{as_key(p.key)} in {p.path} {p.what}")
     if damage is not None:
         output.complain(str(damage))
     elif problems and arguments.step is None and path != arguments.path and (advice := health.older(path, IN_SHELL)):

@@ -7,6 +7,9 @@ from fnmatch import fnmatchcase
 
 from datastates.restoring.renaming import Renames, as_text, renamed
 
+ALONE = "tensor"
+"""The name of a tensor that is all of a checkpoint."""
+
 
 def choose(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
     """The full keys that match any of some globs, written as in a shell; the keys stay in their order.
@@ -29,8 +32,9 @@ def matches(key: str, globs: Sequence[str]) -> bool:
 def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:
     """The name of each tensor in the export, by full key.
 
-    The name is the full key without its provider if all keys belong to one provider, else the full key. Then the first
-    of the renames that matches a name changes it.
+    The name is the full key without its provider if all keys belong to one provider, else the full key. A tensor that
+    is all of a checkpoint has no key, and is named :data:`ALONE`. Then the first of the renames that matches a name
+    changes it.
 
     Raises:
         ValueError: A rename matches nothing, two tensors would get one name, or one would get an empty name.
@@ -40,7 +44,7 @@ def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:
     names: dict[str, str] = {}
     keys_of: dict[str, str] = {}
     for key in keys:
-        name = key.partition("/")[2] or key if lone else key
+        name = (key.partition("/")[2] or key if lone else key) or ALONE
         name, by = renamed(name, renames)
         used.add(by)
         if not name:

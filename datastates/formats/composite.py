@@ -39,7 +39,7 @@ class Composite(Foreign):
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read the weights by full key, and the value of each other file by the file's stem."""
-        found = self._weights.load(executor, trust=trust, into=into)
+        found: dict[str, Any] = self._weights.load(executor, trust=trust, into=into)
         return found | {k: file.load(executor, trust=trust, into=into) for k, file in self._others.items()}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:

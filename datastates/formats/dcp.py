@@ -66,7 +66,7 @@ class DcpCheckpoint(Foreign):
             if blob.unreadable is not None:
                 raise FormatError(f"{key!r} in {blob.path}: {blob.unreadable}. open() reads the other tensors")
             blob.survey(lambda stored: stored, trust, with_torch=into.with_torch)
-        found = super().load(executor, trust=trust, into=into)
+        found: dict[str, Any] = super().load(executor, trust=trust, into=into)
         return found | {key: blob.load(trust, into) for key, blob in blobs}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:

@@ -128,8 +128,8 @@ class Foreign:
 
     # --- all of it
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read all tensors into new memory, by full key, and verify all that have checksums.
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
+        """Read all tensors into new memory, into a dict by full key, and verify all that have checksums.
 
         Raises:
             CorruptError: A tensor does not match its checksum; the message names it.

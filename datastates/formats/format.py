@@ -56,7 +56,7 @@ class Opened(Protocol):
     def proof(self) -> str:
         """The end of a sentence for the user: what :meth:`verify` has proven when it finds no fault."""
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read the whole checkpoint into new memory, and verify all data that has checksums.
 
         Args:

@@ -164,10 +164,9 @@ class TorchCheckpoint(Foreign):
 
     files: Sequence[TorchFile]
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
-        """Read the value of the file: a dict. Another value is returned in a dict, under the empty key."""
-        value = self.files[0].load(executor, trust=trust, into=into)
-        return value if isinstance(value, dict) else {"": value}
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
+        """Read the value of the file, whatever it is."""
+        return self.files[0].load(executor, trust=trust, into=into)
 
 
 def _has_other(value: object) -> bool:

@@ -74,7 +74,7 @@ class LiveKeys:
             if by is not None:
                 used.add(by)
             if len(names) == 1 and not live.startswith(f"{names[0]}/"):
-                live = f"{names[0]}/{live}"
+                live = f"{names[0]}/{live}" if live else names[0]
             if live in self.stored:
                 raise RestoreError(f"rename: {self.stored[live]!r} and {key!r} would both be {live!r}")
             self.stored[live] = key

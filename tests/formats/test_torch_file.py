@@ -105,16 +105,6 @@ def test_export_names_what_is_no_tensor(file: Path, tmp_path: Path) -> None:
     assert ds.export(file, tmp_path / "model", keys="model/*").objects == ()
 
 
-@pytest.mark.parametrize("value", [torch.arange(5.0), [torch.ones(2), 3], 7])
-def test_a_value_that_is_no_dict_is_under_the_empty_key(tmp_path: Path, value: Any) -> None:
-    torch.save(value, tmp_path / "value.pt")
-    (key,) = found = ds.load(tmp_path / "value.pt")
-    assert key == ""
-    assert torch.equal(found[""], value) if isinstance(value, torch.Tensor) else str(found[""]) == str(value)
-    with ds.open(tmp_path / "value.pt") as opened:
-        assert list(opened) == [k for k, v in flat(value).items() if isinstance(v, torch.Tensor)]
-
-
 @pytest.mark.parametrize("how", ["open", "load", "verify", "inspect", "diff"])
 def test_no_code_of_a_file_runs(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Bomb:
