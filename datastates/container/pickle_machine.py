@@ -58,7 +58,7 @@ class Machine(_PurePython):  # type: ignore[misc]
         """Prepare to read a stream from its beginning."""
         self.data = data
         self._file = io.BytesIO(data)
-        super().__init__(self._file)
+        super().__init__(self._file, encoding="utf-8")  # of texts by Python 2: as torch.load reads them
         self._made = 0
 
     def at(self) -> int:

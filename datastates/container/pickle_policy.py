@@ -260,6 +260,15 @@ def _are_keys(args: Any) -> bool:
     return not args
 
 
+def _are_pairs(value: Any) -> bool:
+    """Whether a value is a list of keys with their items, as Python 2 wrote an ordered dict."""
+    if type(value) is not list or not all(type(pair) is list and len(pair) == 2 for pair in value):
+        return False
+    for key, _ in value:
+        check_key(key)
+    return True
+
+
 def are_sizes(value: Any) -> bool:
     """Whether a value is a tuple of sizes, as torch writes shapes and strides: at most 64 of them, below 2**62."""
     return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in value)
@@ -307,7 +316,7 @@ _CALLS: dict[Any, Callable[[Any], bool]] = {
     fractions.Fraction: _are_of_fraction,
     set: _are_keys,
     frozenset: _are_keys,
-    collections.OrderedDict: lambda args: not args,
+    collections.OrderedDict: lambda args: not args or (len(args) == 1 and _are_pairs(args[0])),
     collections.Counter: lambda args: not args or (len(args) == 1 and type(args[0]) is dict),
     bytes: lambda args: not args,  # as protocol 2 writes empty ones
     complex: lambda args: all(type(a) in (int, float) for a in args),

@@ -151,7 +151,8 @@ class _Reader(TensorReader):
             return pickle_policy.SAFE[full]()
         if full in REBUILDS:
             return getattr(self, REBUILDS[full])
-        if (module, name) == ("torch.storage", UNTYPED) or (module == "torch" and name in _STORAGES):
+        in_torch = module.partition(".")[0] == "torch"  # the module of a device has classes of its storages, too
+        if (module, name) == ("torch.storage", UNTYPED) or (in_torch and name in _STORAGES):
             return pickle_policy.TorchName(name)
         if module == "torch" and name in _VALUES:
             return pickle_policy.TorchName(name) if self._is_type_of_array() else self._of_torch(name)

@@ -15,6 +15,7 @@ from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.state import dtypes, subclasses
 from datastates.state.shards import StoredArray
+from datastates.state.strides import span
 
 
 @dataclass(eq=False)
@@ -24,12 +25,20 @@ class Storage(Unbuilt):
     Attributes:
         record: The name of its record.
         kind: The name of its class in torch.
-        numel: Number of its elements; of its bytes if its class has no element type.
+        numel: Number of the record's elements; of its bytes if its class has no element type.
+        begin, count: First element and number of elements. A storage of an old torch could be a part of another one.
     """
 
     record: str
     kind: str
     numel: int
+    begin: int
+    count: int
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of another storage."""
+        return self.count != self.numel
 
     @property
     def dtype(self) -> str | None:
@@ -77,6 +86,7 @@ def _integers(opcodes: bytes) -> tuple[int, ...]:
 
 
 REBUILDS = {
+    "torch._utils._rebuild_tensor": "_rebuild_tensor",
     "torch._utils._rebuild_tensor_v2": "_rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3": "_rebuild_tensor_v3",
     "torch._utils._rebuild_qtensor": "_rebuild_qtensor",
@@ -105,8 +115,8 @@ class TensorReader(Machine):
         self._rebuilds = [getattr(self, name) for name in REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
         """By id: the objects of trusted names, and the results of calling them. Only these are unrestricted."""
-        self._storages: dict[tuple[str, str], Any] = {}
-        """By record and class: the storages that are values."""
+        self._storages: dict[tuple[str, str, int, int], Any] = {}
+        """By record, class, first element and number of elements: the storages that are values."""
 
     def _own(self, value: Any) -> Any:
         self._foreign[id(value)] = value
@@ -134,18 +144,34 @@ class TensorReader(Machine):
     dispatch = {**Machine.dispatch, pickle.GLOBAL[0]: load_global}  # noqa: RUF012 - as the base class's
 
     def persistent_load(self, pid: Any) -> Any:
-        """Read a reference to a storage. Gives a :class:`Storage` for a tensor, else a storage built by torch."""
+        """Read a reference to a storage. Gives a :class:`Storage` for a tensor, else a storage built by torch.
+
+        Before torch 1.6, there are references to classes of modules, too, each with its source.
+        """
         match pid:
-            case ("storage", pickle_policy.TorchName(name=kind), str(record), str(), int(numel)) if numel >= 0:
-                stored = Storage(record, kind, numel)
-            case _:
-                raise FormatError("not a storage id of torch")
+            case ("module", kind, _, _):
+                return kind
+        stored = self._referred(pid)
         if self._is_of_tensor():
             return stored
-        if (record, kind) not in self._storages:
+        place = stored.record, stored.kind, stored.begin, stored.count
+        if place not in self._storages:
             made = self._late("a storage", pickle_torch.storage, self._bytes(stored), stored.elements[0])
-            self._storages[record, kind] = made
-        return self._storages[record, kind]
+            self._storages[place] = made
+        return self._storages[place]
+
+    def _referred(self, pid: Any) -> Storage:
+        match pid:
+            case ("storage", pickle_policy.TorchName(name=kind), str(record), str(), int(numel), *part) if numel >= 0:
+                pass
+            case _:
+                raise FormatError("not a storage id of torch")
+        match part:
+            case [] | [None]:
+                return Storage(record, kind, numel, 0, numel)
+            case [(str(), int(begin), int(count))] if 0 <= begin <= begin + count <= numel:
+                return Storage(record, kind, numel, begin, count)
+        raise FormatError("a part of a storage that does not lie within it")
 
     def _is_of_tensor(self) -> bool:
         """Whether the value being read is the first argument of a call that makes a tensor, perhaps of a subclass."""
@@ -153,9 +179,10 @@ class TensorReader(Machine):
         return not self.stack and any(map(self._is_rebuild, above[-2:]))
 
     def _bytes(self, stored: Storage) -> object:
-        """A whole storage as an array of bytes."""
-        nbytes = stored.numel * stored.elements[1]
-        return self._array(stored.record, "uint8", nbytes, 0, (nbytes,), (1,), False)
+        """All elements of a storage as an array of bytes."""
+        itemsize = stored.elements[1]
+        whole, begin, nbytes = (n * itemsize for n in (stored.numel, stored.begin, stored.count))
+        return self._array(stored.record, "uint8", whole, begin, (nbytes,), (1,), False)
 
     def _need_torch(self, what: str) -> None:
         if pickle_policy.torch_if(self._with_torch) is None:
@@ -173,8 +200,17 @@ class TensorReader(Machine):
             return self._over_trusted("_rebuild_tensor_v2", storage, offset, shape, stride, grad, hooks, *metadata)
         if not isinstance(storage, Storage) or storage.dtype is None:
             raise FormatError("a tensor without a typed storage")
+        if storage.is_part:
+            sizes = all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) and len(shape) == len(stride)
+            if not sizes or offset + span(shape, stride) > storage.count:
+                raise FormatError(f"a tensor reaches beyond its part of storage {storage.record!r}")
+            offset += storage.begin
         made = self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)
         return self._viewed(made, metadata)
+
+    def _rebuild_tensor(self, storage: Any, offset: Any, shape: Any, stride: Any) -> object:
+        """As torch wrote tensors before 0.4."""
+        return self._rebuild_tensor_v2(storage, offset, shape, stride, False, None)
 
     def _viewed(self, made: Any, metadata: tuple[Any, ...]) -> Any:
         if not metadata or not metadata[0]:
@@ -186,7 +222,7 @@ class TensorReader(Machine):
     ) -> object:
         if id(storage) in self._foreign:
             return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, quantizer, grad, hooks)
-        if not isinstance(storage, Storage) or storage.kind not in pickle_torch.QUANTIZED:
+        if not isinstance(storage, Storage) or storage.kind not in pickle_torch.QUANTIZED or storage.is_part:
             raise FormatError("a quantized tensor without a storage of its own kind")
         form = storage.kind, offset, shape, stride, quantizer, grad
         return self._late("a quantized tensor", pickle_torch.quantized, self._bytes(storage), *form)
@@ -204,7 +240,7 @@ class TensorReader(Machine):
     ) -> object:
         del hooks
         name = pickle_policy.name_in_torch(dtype)
-        if not isinstance(storage, Storage) or storage.kind != UNTYPED or name not in dtypes.TORCH:
+        if not isinstance(storage, Storage) or storage.kind != UNTYPED or storage.is_part or name not in dtypes.TORCH:
             raise FormatError("a tensor without an untyped storage and a dtype")
         elements = storage.numel // dtypes.BY_NAME[name].itemsize
         return self._viewed(self._array(storage.record, name, elements, offset, shape, stride, grad), metadata)

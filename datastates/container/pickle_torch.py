@@ -209,7 +209,10 @@ def storage(data: Any, dtype: str) -> Any:
     if not _are_tensors((data,)):
         raise FormatError("a storage is built by torch only")
     kind: Any = torch.storage.TypedStorage
-    return kind(wrap_storage=data.untyped_storage(), dtype=getattr(torch, dtype), _internal=True)
+    memory: Any = data.untyped_storage()
+    if data.numel() != memory.nbytes():  # a part of another storage
+        memory = memory[data.storage_offset() : data.storage_offset() + data.numel()]
+    return kind(wrap_storage=memory, dtype=getattr(torch, dtype), _internal=True)
 
 
 def uninitialized(kind: str, *arguments: Any) -> Any:

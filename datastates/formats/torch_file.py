@@ -1,4 +1,4 @@
-"""Reads a file of ``torch.save``: a ZIP archive of a pickle, read without running code, and a record per storage."""
+"""Reads a file of ``torch.save``: a pickle, read without running code, and the storages of its tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datastates.container import archive as container_archive
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
-from datastates.errors import FormatError, naming
+from datastates.errors import naming
 from datastates.executor.executor import Executor
-from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive, read_directory
+from datastates.formats.archives import DATA, PICKLE, check_place
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
-from datastates.formats.record_file import Record
+from datastates.formats.legacy_parts import is_legacy
+from datastates.formats.torch_parts import HEAD, find_parts
 from datastates.reading.new_arrays import NewArrays
 from datastates.state import memory
 from datastates.state.keys import join
@@ -30,24 +30,16 @@ from datastates.storage.stores import reader
 
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
-_LEGACY = re.compile(rb"\x80.(?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
-"""The beginning of files of torch.save before torch 1.6, or with ``_use_new_zipfile_serialization=False``."""
 _PLAIN = re.compile(rb"\x80[\x02-\x05]")
 """The beginning of a pickle that is no part of an archive. Such a pickle ends with a dot."""
-_SCRIPT = b"/constants.pkl"
-"""The end of the name of a record that only an archive of a TorchScript module has."""
-_HEAD = 512
-"""Bytes at the beginning that hold the name of an archive's first record."""
-_WINDOW = 1024
-"""Bytes to read at once for the headers of a record."""
 
 
 def recognises(path: Location) -> bool:
     """Whether a file is an archive that begins with a pickle or a storage, or is in torch's legacy format."""
     if not store_of(path).is_file(path):
         return False
-    head = store_of(path).head(path, _HEAD)
-    return _LEGACY.match(head) is not None or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
+    head = store_of(path).head(path, HEAD)
+    return is_legacy(head) or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
 
 
 def is_plain_pickle(path: Location) -> bool:
@@ -60,8 +52,7 @@ def open(path: Location) -> TorchCheckpoint:
     """Open a file of ``torch.save`` as a checkpoint.
 
     Raises:
-        FormatError: It is damaged, is in the legacy format, or cannot be read without running code from it; the
-            message names it.
+        FormatError: It is damaged, or cannot be read without running code from it; the message names it.
         StorageError: It cannot be read.
     """
     return TorchCheckpoint(NAME, path, [TorchFile(path)])
@@ -83,15 +74,9 @@ class TorchFile(ForeignFile):
         """
         nbytes = store_of(path).length(path)
         with naming(str(path)):
-            archive = _archive(path, nbytes)
-            self._pickle = archive.read(PICKLE)
+            parts = find_parts(reader(path), nbytes)
+            self._pickle, self.records, self._numbers = parts.pickle, parts.records, parts.numbers
             self._surveyed: tuple[object, Any] | None = None
-            names = [name for name in archive.nbytes if name != PICKLE]
-            records = [Record(archive.offset(name), archive.nbytes[name], archive.crc(name)) for name in names]
-            order = sorted(range(len(names)), key=lambda i: (records[i].offset, records[i].nbytes))
-            data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
-            self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
-            self.records = [records[i] for i in order]
             self.value, _ = self._survey(lambda stored: stored, with_torch=False)
             found = [(key, leaf) for key, leaf in leaves(self.value, prefix) if isinstance(leaf, StoredArray)]
             tensors = [(self._numbers[a.record], whole(key, a)) for key, a in found]
@@ -172,41 +157,3 @@ class TorchCheckpoint(Foreign):
 def _has_other(value: object) -> bool:
     """Whether nested dicts, lists and tuples hold anything beside arrays. An empty one counts as a value."""
     return any(not isinstance(leaf, StoredArray) for _, leaf in leaves(value))
-
-
-def _archive(path: Location, nbytes: int) -> Archive:
-    read = reader(path)
-    head = read(0, min(nbytes, _HEAD))
-    if _LEGACY.match(head):
-        raise FormatError(
-            "a file of torch.save in the legacy format, from before torch 1.6: its tensors lie behind a pickle that "
-            "only torch reads. Load it by torch.load(weights_only=True), and save it again"
-        )
-    footer = container_archive.FOOTER_NBYTES
-    comment = footer if container_archive.is_ending(read(max(0, nbytes - footer), min(nbytes, footer))) else 0
-    archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes, comment=comment)
-    if archive is None:
-        directory = read_directory(read, nbytes, largest=nbytes, comment=comment)
-        if directory is not None and _SCRIPT in directory[0]:
-            raise FormatError("a module of TorchScript: torch.jit.load reads it. Save the module's state_dict()")
-        raise FormatError("it was cut short, or is no archive of torch.save: there is no end of a plain ZIP archive")
-    if PICKLE not in archive.nbytes or not archive.is_little:
-        raise FormatError("an archive without data.pkl, or of a big-endian machine")
-    return archive
-
-
-def _ahead(read: Callable[[int, int], bytes], nbytes: int) -> Callable[[int, int], bytes]:
-    """A function that reads a file by windows, so that one call reads all headers of a record."""
-    window = 0, b""
-
-    def ahead(offset: int, size: int) -> bytes:
-        nonlocal window
-        begin, data = window
-        if not begin <= offset <= offset + size <= begin + len(data):
-            data = read(offset, max(size, min(_WINDOW, nbytes - offset)))
-            begin = offset
-            if size <= _WINDOW:
-                window = begin, data
-        return data[offset - begin : offset - begin + size]
-
-    return ahead

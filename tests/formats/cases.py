@@ -75,6 +75,10 @@ def _torch(path: Path) -> None:
     torch.save({"model": weights(), "epoch": 3}, path)
 
 
+def _legacy(path: Path) -> None:
+    torch.save({"model": weights(), "epoch": 3}, path, _use_new_zipfile_serialization=False)
+
+
 def _dcp(path: Path) -> None:
     dcp.save({"model": weights(), "step": 3}, checkpoint_id=path, no_dist=True)
 
@@ -134,6 +138,7 @@ CASES: Mapping[str, Case] = {
     "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True),
     "safetensors": Case("a safetensors file", _safetensors, folder=False),
     "torch": Case("a file of torch.save", _torch, lambda name: f"model/{name}", folder=False, checked=True),
+    "legacy": Case("a file of torch.save", _legacy, lambda name: f"model/{name}", folder=False),
     "dcp": Case(DCP, _dcp, lambda name: f"model.{name}", checked=True),
     "own_dcp": Case(DCP, _own_dcp, lambda name: f"model.{name}", checked=True),
     "lightning": Case(

@@ -31,11 +31,11 @@ TENSORS: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(params=[True, False], ids=["zip", "legacy"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder with a file of each value."""
     for name, value in VALUES.items():
-        torch.save(value, tmp_path / f"{name}.pt")
+        torch.save(value, tmp_path / f"{name}.pt", _use_new_zipfile_serialization=request.param)
     return tmp_path
 
 
