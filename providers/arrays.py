@@ -73,8 +73,10 @@ class ArraysProvider(StateProvider):
         if self._lazy is not None:
             return self._describer.describe(keys, values, [self._lazy] * len(keys))
         # is_lazy() is asked again only for an array that lies in other memory than before
-        if self._flags is not None and (again := self._describer.again(keys, values, self._flags)) is not None:
-            return again
+        if (flags := self._flags) is not None:
+            again = self._describer.again(keys, values, lambda _: flags)
+            if again is not None:
+                return again
         self._flags = list(map(self.is_lazy, values))
         return self._describer.describe(keys, values, self._flags)
 

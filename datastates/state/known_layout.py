@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,18 +60,23 @@ class Describer:
         """Begin without a description."""
         self.known: Known | None = None
 
-    def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
-        """Describe the arrays by the last snapshot's shards; None if keys, addresses or layouts have changed."""
+    def again(
+        self, keys: Sequence[str], values: Sequence[object], lazy: Callable[[Sequence[Any]], Sequence[bool]]
+    ) -> Shards | None:
+        """Describe the arrays by the last snapshot's shards; None if keys, addresses or layouts have changed.
+
+        ``lazy`` tells whether each array is lazy, given the storages of all of them, which are tensors.
+        """
         if self.known is None:
             return None
         seen = tensor_scan.look(values, known=self.known.places, memory=True)
-        if seen is None or not self.known.serves(keys, lazy, seen):
+        if seen is None or not self.known.serves(keys, lazy(seen.memory), seen):
             return None
         return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
         """Describe the arrays as shards; takes and raises the same as :func:`datastates.state.arrays.shards_of`."""
-        if (same := self.again(keys, values, lazy)) is not None:
+        if (same := self.again(keys, values, lambda _: lazy)) is not None:
             return same
         self.known = None
         with gc_pause.paused():

@@ -49,9 +49,9 @@ class ModuleProvider(TreeProvider):
         )
         return self.value(), False
 
-    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object], storages: Sequence[Any]) -> list[bool]:
         if self._parameters is None:
-            return super()._lazy_again(keys, values)
+            return super()._lazy_again(keys, values, storages)
         return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def is_lazy(self, key: str, array: Any) -> bool:

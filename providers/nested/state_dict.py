@@ -78,11 +78,10 @@ class _ContainerProvider(TreeProvider):
             return laziness.is_lazy_by_default(array)
         return self._lazy(key) if callable(self._lazy) else self._lazy
 
-    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object], storages: Sequence[Any]) -> list[bool]:
         if self._lazy is not None:
-            return super()._lazy_again(keys, values)
-        # a tensor may have been given to NumPy since the last snapshot
-        return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
+            return super()._lazy_again(keys, values, storages)
+        return laziness.are_lazy_by_default(values, storages)  # one may have been given to NumPy since
 
     def match(self, stored: object, saved: Saved) -> Match:
         live = self.value()

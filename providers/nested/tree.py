@@ -6,6 +6,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -157,7 +158,7 @@ class TreeProvider(StateProvider):
         if form is None or stripped is None:
             return None
         keys, (values, plain) = form.skeleton.keys, stripped
-        shards = self._describer.again(keys, values, self._lazy_again(keys, values))
+        shards = self._describer.again(keys, values, partial(self._lazy_again, keys, values))
         if shards is None:
             return None
         attributes = None if detached else _plain_attributes(values)
@@ -166,8 +167,12 @@ class TreeProvider(StateProvider):
         requires_grad = [False] * len(keys) if detached else list(map(attrgetter("requires_grad"), values))
         return _with(shards, _plain_tree(form, values, requires_grad, plain, attributes))
 
-    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
-        """The answers of :meth:`is_lazy` for arrays with the same keys as at the last snapshot, kept between calls."""
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object], storages: Sequence[Any]) -> list[bool]:
+        """The answers of :meth:`is_lazy` for arrays with the same keys as at the last snapshot, kept between calls.
+
+        The arrays are torch's tensors; ``storages`` are theirs.
+        """
+        del storages
         if self._lazy_flags is None:
             self._lazy_flags = list(map(self.is_lazy, keys, values))
         return self._lazy_flags

@@ -185,7 +185,7 @@ class ShardedZeroProvider(StateProvider):
         values = [value for _, _, value in found]
         lazy = list(map(subclasses.is_tensor, values))
         rest = object_shard(_GROUPS)
-        described: Sequence[Shard] | None = self._describer.again(tags, values, lazy)
+        described: Sequence[Shard] | None = self._describer.again(tags, values, lambda _: lazy)
         if described is None:
             for number, state, value in found:
                 if arrays.kind_of(value) is None:
