@@ -23,6 +23,10 @@ _U32 = npt.NDArray[np.uint32]
 _I32 = npt.NDArray[np.int32]
 _U8 = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
 
+Spans = tuple[npt.NDArray[np.uint8], _U32, npt.NDArray[np.float64], npt.NDArray[np.float64], _U64]
+STAGES: tuple[str, ...]
+"""The names of the stages of write and read jobs."""
+
 class Descriptor:
     """An open file or folder. It is closed when it is dropped, and in a forked child. One thread at a time uses it."""
 
@@ -445,12 +449,12 @@ class WriteJob:
         ``timeline`` has no room for).
         """
 
-    def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """Spans of work, as (stage, track, begin, end, bytes) on the clock of ``time.monotonic``.
+    def timeline(self) -> Spans:
+        """Spans of work, in columns: number of the stage in :data:`STAGES`, track, begin, end, bytes.
 
-        Stages: submit (submit_write), create (the file), capture, cache_wait (for a free block), checksum (of device
-        sources), write (one extent), tail, sync. Spans of one stage and track do not overlap, except for cache_wait. A
-        job keeps its first 200,000 spans.
+        Times are on the clock of ``time.monotonic``. Stages: submit (submit_write), create (the file), capture,
+        cache_wait (for a free block), checksum (of device sources), write (one extent), tail, sync. Spans of one stage
+        and track do not overlap, except for cache_wait. A job keeps its first 200,000 spans.
         """
 
 class Exchange:
@@ -503,7 +507,7 @@ class ReadJob:
         backend, dropped_spans.
         """
 
-    def timeline(self) -> list[tuple[str, int, float, float, int]]:
+    def timeline(self) -> Spans:
         """Spans of work as in ``WriteJob.timeline``, with the reads of a read-ahead that the job has taken over.
 
         Stages: read (one extent), verify, copy (from a block to its destinations).

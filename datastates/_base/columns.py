@@ -10,6 +10,7 @@ U64: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 U32: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 I64: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 I32: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+F64: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 U8: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 

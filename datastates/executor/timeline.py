@@ -124,7 +124,7 @@ def _sum(spans: list[Span], waits_for: str) -> Stage:
     return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), waits_for)
 
 
-_FINEST = 100
+FINEST = 100
 """Gaps shorter than this part of a snapshot or a restore are closed by :func:`coarse`."""
 
 
@@ -149,10 +149,9 @@ def coarse(spans: Sequence[Span], name: str, track: str) -> list[Span]:
             continue
         row = span.track if span.track.startswith(GPU_COPIES) else span.stage
         before = last.get(row)
-        if before is not None and (gap := span.begin - before.end) < (end - begin) / _FINEST:
-            last[row] = before._replace(
-                end=max(before.end, span.end), nbytes=before.nbytes + span.nbytes, idle=before.idle + max(0.0, gap)
-            )
+        if before is not None and (gap := span.begin - before.end) < (end - begin) / FINEST:
+            idle = before.idle + span.idle + max(0.0, gap)
+            last[row] = before._replace(end=max(before.end, span.end), nbytes=before.nbytes + span.nbytes, idle=idle)
             continue
         if before is not None:
             found.append(before)

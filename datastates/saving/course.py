@@ -14,7 +14,8 @@ from typing import Any, TextIO, cast
 from datastates._base import workers
 from datastates._base.waiting import Bell
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
-from datastates.executor.timeline import TRAINING_THREAD, Span
+from datastates.executor.jobs import NOTHING, Recorded
+from datastates.executor.timeline import FINEST, TRAINING_THREAD, Span
 from datastates.storage.location import Location
 
 _log = logging.getLogger("datastates")
@@ -94,8 +95,9 @@ class Course:
         self._changed = Bell()
         self._failure: dict[str, BaseException] = {}  # setdefault() keeps the first error
         self._delivered = False
-        self._native_spans: Callable[[], list[Span]] = list
         self._spans: list[Span] = []
+        self._work = NOTHING
+        self._native: Callable[[], Recorded] = lambda: NOTHING
         self._gate: Callable[[], None] = lambda: None
         self._abandoned = False
 
@@ -129,7 +131,14 @@ class Course:
 
     def spans(self) -> list[Span]:
         """The spans of all work on the snapshot so far."""
-        return [*self._spans, *self._native_spans()]
+        return [*self._spans, *self._native().spans()]
+
+    def kept(self) -> tuple[list[Span], Recorded]:
+        """What a run's trace keeps: the spans of work outside of the native core, and those of its work, coarse.
+
+        The latter are known once the snapshot has ended.
+        """
+        return self._spans, self._work
 
     @property
     def stall_seconds(self) -> float:
@@ -206,14 +215,15 @@ class Course:
     def abandon(self) -> None:
         """Record, in a forked child, that only the parent process can finish the snapshot."""
         self._abandoned = True
-        self.detach({}, [])
+        self.detach({}, NOTHING)
 
     def attach(
-        self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], spans: Callable[[], list[Span]]
+        self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], native: Callable[[], Recorded]
     ) -> None:
         """Set the functions that wait at the snapshot's gate, and that return the native core's figures and spans."""
-        self._gate, self.figures, self._native_spans = gate, figures, spans
+        self._gate, self.figures, self._native = gate, figures, native
 
-    def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
+    def detach(self, figures: dict[str, Any], native: Recorded) -> None:
         """Keep the last figures and spans, and drop the functions, which hold the training state."""
-        self.attach(lambda: None, lambda: figures, lambda: spans)
+        self.attach(lambda: None, lambda: figures, lambda: native)
+        self._work = native.coarse((time.monotonic() - self.begin) / FINEST)

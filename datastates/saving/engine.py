@@ -237,7 +237,7 @@ class Engine:
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
-        if snapshot.committed:
+        if snapshot.committed and _log.isEnabledFor(logging.INFO):
             _log.info("%s", snapshot.report)
         _do_or_here(self._teller, self._telling.tell)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import SNAPSHOTS, Span, coarse, write_trace
 from datastates.saving import gate
 from datastates.saving.course import Course
@@ -15,26 +18,59 @@ MOST = 65_536
 """Most spans that are kept: some 10 MB, and more than a thousand snapshots."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The work of a snapshot or a restore that has ended.
+
+    Attributes:
+        name: Its name.
+        track: The track of the span that stands for all of it.
+        own: Spans of work outside of the native core.
+        work: Spans of work of the native core.
+        count: Number of all these spans.
+    """
+
+    name: str
+    track: str
+    own: Sequence[Span]
+    work: Recorded
+    count: int
+
+    def spans(self) -> list[Span]:
+        """The spans."""
+        return coarse([*self.own, *self.work.spans()], self.name, self.track)
+
+
 class RunTrace:
-    """The coarse spans of a run; when they are too many, the oldest are forgotten. Not thread-safe."""
+    """The coarse spans of a run; when they are too many, the oldest are forgotten. Not thread-safe.
+
+    They are kept in columns: only :meth:`write` makes an object of each.
+    """
 
     def __init__(self) -> None:
         """Begin now, without spans."""
         self._begin = time.monotonic()
-        self._spans: deque[Span] = deque(maxlen=MOST)
+        self._kept: deque[_Kept] = deque()
+        self._count = 0
         self._forgotten = 0
 
     def add_snapshot(self, course: Course) -> None:
         """Keep the work of a snapshot that has ended."""
-        self._add(_spans(course))
+        self._add(_name(course), SNAPSHOTS, *course.kept())
 
     def add_restore(self, step: int, spans: Sequence[Span]) -> None:
         """Keep the work of a restore of ``step``."""
-        self._add(coarse(spans, f"restore {step}", "restores"))
+        name, track = f"restore {step}", "restores"
+        self._add(name, track, coarse(spans, name, track)[1:], NOTHING)
 
-    def _add(self, spans: Sequence[Span]) -> None:
-        self._forgotten += max(0, len(self._spans) + len(spans) - MOST)
-        self._spans.extend(spans)
+    def _add(self, name: str, track: str, own: Sequence[Span], work: Recorded) -> None:
+        kept = _Kept(name, track, own, work, 1 + len(own) + len(work))
+        self._kept.append(kept)
+        self._count += kept.count
+        while self._count - self._kept[0].count >= MOST:
+            oldest = self._kept.popleft().count
+            self._count -= oldest
+            self._forgotten += oldest
 
     def write(self, path: str | os.PathLike[str], name: str, others: Sequence[Course]) -> None:
         """Write the trace; raises OSError.
@@ -44,10 +80,13 @@ class RunTrace:
             name: Name of the run. The trace says after it how many spans were forgotten, if any.
             others: Further snapshots, which may be in flight.
         """
-        spans = [*self._spans, *(span for course in others for span in _spans(course)), *gate.steps(self._begin)]
-        write_trace(path, spans, f"{name}, {self._forgotten} older spans left out" if self._forgotten else name)
+        known = [span for kept in self._kept for span in kept.spans()]
+        forgotten = self._forgotten + max(0, len(known) - MOST)
+        in_flight = (coarse(course.spans(), _name(course), SNAPSHOTS) for course in others)
+        spans = [*known[-MOST:], *itertools.chain(*in_flight), *gate.steps(self._begin)]
+        write_trace(path, spans, f"{name}, {forgotten} older spans left out" if forgotten else name)
 
 
-def _spans(course: Course) -> list[Span]:
+def _name(course: Course) -> str:
     outcome = " failed" if course.error is not None else "" if course.ended else " in flight"
-    return coarse(course.spans(), f"snapshot {course.step}{outcome}", SNAPSHOTS)
+    return f"snapshot {course.step}{outcome}"

@@ -15,7 +15,7 @@ from datastates.commit.ending import Ending
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import Executor, PreparedWrite
-from datastates.executor.jobs import WriteJob, timeline
+from datastates.executor.jobs import NOTHING, WriteJob, recorded
 from datastates.saving.collect import Collected
 from datastates.saving.course import Course
 from datastates.saving.frame import Frame
@@ -131,7 +131,7 @@ class Running:
         self._job = job = self.executor.submit_write(
             self.ending.path, self.planned.prepared, self.collected.columns, structure.witness
         )
-        self.course.attach(self.gate, job.stats, partial(timeline, job))
+        self.course.attach(self.gate, job.stats, partial(recorded, job))
 
     @property
     def job(self) -> WriteJob:
@@ -236,7 +236,7 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        self.course.detach(self._job.stats() if self._job else {}, timeline(self._job) if self._job else [])
+        self.course.detach(self._job.stats() if self._job else {}, recorded(self._job) if self._job else NOTHING)
 
     def _release(self) -> None:
         self.collected.release()

@@ -119,18 +119,41 @@ py::dict read_stats(const ReadJob& job) {
                     "dropped_spans"_a = job.timeline().dropped());
 }
 
-/// Spans for Python: (stage, track, begin, end, bytes). Times are as of time.monotonic(), which is
-/// CLOCK_MONOTONIC like our clock.
-py::list spans(const Timeline& timeline) {
+template <typename T>
+py::array_t<T> column(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+/// Spans for Python in columns: stage, track, begin, end, bytes. Times are as of time.monotonic(),
+/// which is CLOCK_MONOTONIC like our clock.
+py::tuple spans(const Timeline& timeline) {
     const auto seconds = [](Clock::time_point time) {
         return std::chrono::duration<double>(time.time_since_epoch()).count();
     };
-    py::list result;
-    for (const Span& span : timeline.spans()) {
-        result.append(py::make_tuple(std::string(to_string(span.stage)), span.track,
-                                     seconds(span.begin), seconds(span.end), span.bytes));
+    std::vector<std::uint8_t> stage;
+    std::vector<std::uint32_t> track;
+    std::vector<double> begin;
+    std::vector<double> end;
+    std::vector<std::uint64_t> bytes;
+    {
+        const py::gil_scoped_release release;
+        for (const Span& span : timeline.spans()) {
+            stage.push_back(static_cast<std::uint8_t>(span.stage));
+            track.push_back(span.track);
+            begin.push_back(seconds(span.begin));
+            end.push_back(seconds(span.end));
+            bytes.push_back(span.bytes);
+        }
     }
-    return result;
+    return py::make_tuple(column(stage), column(track), column(begin), column(end), column(bytes));
+}
+
+py::tuple stage_names() {
+    py::tuple names(kStages);
+    for (std::size_t i = 0; i < kStages; ++i) {
+        names[i] = py::str(std::string(to_string(static_cast<Stage>(i))));
+    }
+    return names;
 }
 
 void bind_jobs(py::module_& module) {
@@ -206,6 +229,7 @@ void bind_jobs(py::module_& module) {
 
 void bind_executor(py::module_& module) {
     bind_jobs(module);
+    module.attr("STAGES") = stage_names();
     py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,

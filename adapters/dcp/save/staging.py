@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.waiting import Flag
 from datastates.errors import DatastatesError, TornSnapshotError
+from datastates.executor.jobs import NOTHING
 from datastates.saving import gate
 from datastates.saving.course import Course
 from datastates.state import arrays, devices, dtensors, subclasses
@@ -91,7 +92,7 @@ class Staged:
         self._lock = threading.Lock()
         self._streams = devices.side_streams(self._devices | {tensor.device for tensor in tensors})
         self.course = Course(step, sum(tensor.nbytes for tensor in tensors), begin)
-        self.course.attach(self.wait_begun, dict, list)
+        self.course.attach(self.wait_begun, dict, lambda: NOTHING)
         if not owned:
             gate.guard(self.course, automatic=True)
         self.course.called()
