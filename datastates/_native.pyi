@@ -210,6 +210,10 @@ class WritePlan:
         offset; see ``datastates.planning.plans.DigestRuns``.
         """
 
+    @property
+    def eager_extents(self) -> int:
+        """Number of extents that hold bytes of eager sources: the first ones."""
+
 class ReadPlan:
     """The ranges to read from a container file, their destinations and their checksums. Immutable."""
 
@@ -300,15 +304,16 @@ class Executor:
         """Make a CUDA device known before its first job, so that reserved memory is page-locked for it."""
 
     def submit_write(
-        self, path: str | bytes, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
+        self, path: str | bytes | None, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
     ) -> WriteJob:
         """Start a write job, and return once the eager sources are captured.
 
-        Capturing waits for free cache blocks. The file is created in the background; if that fails, the job fails. If
-        this call raises, it leaves no file.
+        Capturing waits for free cache blocks. If this call raises, it leaves no file.
 
         Args:
-            path: The container, which must not exist.
+            path: The container, which :meth:`WriteJob.create` creates meanwhile. None: the caller creates it later.
+                Nothing is written before. So this call would wait for ever if the eager sources needed more blocks than
+                the cache has.
             plan: The plan.
             ptr: Address of each source. The memory must stay alive until it is captured or the job is aborted; that of
                 lazy sources must stay unchanged as well.
@@ -393,6 +398,12 @@ class WriteJob:
     @property
     def written(self) -> bool:
         """Whether all extents are written; they need not be synced."""
+
+    def create(self, path: str | bytes) -> None:
+        """Create the file in the background; it must not exist. If that fails, the job fails.
+
+        Call it once, and only if ``submit_write`` got no path.
+        """
 
     @property
     def made(self) -> bool:

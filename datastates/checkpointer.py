@@ -19,7 +19,7 @@ from datastates import _calls
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import checked_step
+from datastates.commit.names import checked_step, step_name
 from datastates.commit.run import Run
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
@@ -114,8 +114,7 @@ class Checkpointer:
         )
         prepare(executor, self.settings)
         self._order = Order(self._tier)
-        rank, ranks = world.rank, world.size
-        self._run = Run(self._tier, self._opening, self.settings.keep, is_coordinator=rank == 0, is_alone=ranks == 1)
+        self._run = Run(self._tier, self._opening, self.settings.keep, is_coordinator=world.rank == 0)
         self._trace = RunTrace()
         self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
         self._closed = False
@@ -152,7 +151,8 @@ class Checkpointer:
                 the one of the highest step: after a roll-back, earlier checkpoints of higher steps are older.
 
         Returns:
-            The snapshot. Failures of storage, of devices or of other ranks make it fail, and are not raised here.
+            The snapshot. Failures of storage, of devices or of other ranks make it fail, and are not raised here. So
+            does a newer run that has begun to save in the directory, at first: see FencedError.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background. Its error, of
@@ -162,8 +162,8 @@ class Checkpointer:
             ProviderError: A provider describes its state wrongly, or an object does not pickle.
             TypeError, ValueError: ``providers`` or ``step`` is impossible.
             SettingsError: The ranks of the framework have changed since the checkpointer was made.
-            FencedError: A newer run has begun to save in the directory. Snapshots in flight fail with it, and so does
-                this one on the other ranks.
+            FencedError: A newer run has begun to save in the directory, and a snapshot has failed of it. On the other
+                ranks, this snapshot fails.
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
@@ -171,13 +171,14 @@ class Checkpointer:
         before: list[Course] = []
         sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
         name, opening = f"{self._name}/snapshot/{number}", self._opening
-        ballot = Ballot(self._engine.world, name, self._tier, sequence, opening=opening)
+        ballot = Ballot(self._engine.world, name, self._tier, sequence, opening=opening, begin=self._run.begin)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
             ballot.step = step = checked_step(step)
             if (failure := self._taken.failure()) is not None:
                 raise failure
+            self._opening.refuse_if_known_fenced()
             _calls.check_order(providers)
             begin = time.monotonic()
             self._wait_for_room()
@@ -186,7 +187,9 @@ class Checkpointer:
             if self._engine.world.size > 1:  # these end first, so that this one supersedes them
                 before += [c for c in self._taken.courses if c.step == step]
             collected = self._engine.collect(providers)
-            taken = self._engine.take(collected, ballot, *self._run.places(step), self._run.retain, begin=begin)
+            expected = self._root / step_name(step)
+            final = partial(self._tier.target, step, in_flight=False)
+            taken = self._engine.take(collected, ballot, expected, final, self._run.retain, begin=begin)
         except BaseException as error:
             if self._snapshots > number:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")

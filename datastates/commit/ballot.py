@@ -83,6 +83,7 @@ class Ballot:
         sequence: Callable[[], AbstractContextManager[int]],
         *,
         opening: Opening | None = None,
+        begin: Callable[[], None] = lambda: None,
         step: int = -1,
     ) -> None:
         """Prepare a ballot; nobody is told yet.
@@ -93,6 +94,7 @@ class Ballot:
             tier: The place of the checkpoint.
             sequence: Gives the checkpoint's sequence number. Entered on the coordinator around the commit.
             opening: The opening of the tier that the checkpoint belongs to, if it belongs to one.
+            begin: Called before anything is written.
             step: The step of the checkpoint.
         """
         self.world = world
@@ -100,11 +102,18 @@ class Ballot:
         self._tier = tier
         self._sequence = sequence
         self._opening = opening
+        self._begin = begin
         self.step = step
         self._attempt = world.token(name) if world.size > 1 else None
 
     def pending(self, expected: Location) -> Uncommitted:
-        """The checkpoint that is to be committed, which all ranks write. Its path is expected to be ``expected``."""
+        """The checkpoint that is to be committed, which all ranks write. Its path is expected to be ``expected``.
+
+        Raises:
+            FencedError: A newer run has begun to save in the directory.
+            StorageError: Rank 0 cannot write down that this run saves there.
+        """
+        self._begin()
         return self._tier.pending(expected, self._attempt, b"" if self._opening is None else self._opening.mark)
 
     def cast(

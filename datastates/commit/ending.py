@@ -26,8 +26,8 @@ class Ending(Protocol):
     """Commits or abandons one snapshot. Used by one thread at a time.
 
     Attributes:
-        path: The path to write the container to.
-        identity: The identity to store in the container's index.
+        path: The path to write the container to. Known once it is open.
+        identity: The identity to store in the container's index. Known once it is open.
         committed: When this process committed it, on the monotonic clock; None if it has not.
     """
 
@@ -56,36 +56,41 @@ class CheckpointEnding:
 
     def __init__(
         self,
-        pending: Uncommitted,
+        expected: Location,
         ballot: Ballot,
         target: Callable[[], Location],
         retain: Callable[[], None],
     ) -> None:
-        """Write into a pending checkpoint.
+        """Prepare to write into a pending checkpoint; nothing is made yet.
 
         Args:
-            pending: The checkpoint, not begun yet.
+            expected: The path that the checkpoint is expected to have. The pending one lies beside it.
             ballot: The agreement that commits it.
             target: Returns the path that the checkpoint is to have; called at the commit.
             retain: Called after the commit, before the other ranks are told: to delete old checkpoints.
         """
-        self.path = pending.file(manifest.container_name(ballot.world.rank))
-        self.identity: Identity = {
-            "step": ballot.step,
-            "rank": ballot.world.rank,
-            "world_size": ballot.world.size,
-            "attempt": pending.attempt,
-        }
+        self.path = expected
+        self.identity: Identity = {}
         self.committed: float | None = None
-        self._pending = pending
+        self._expected = expected
+        self._pending: Uncommitted | None = None
         self._ballot = ballot
         self._target = target
         self._retain = retain
         self._voted = False
 
     def open(self) -> None:
-        """Begin the checkpoint; raises StorageError."""
-        self._pending.begin()
+        """Begin the checkpoint; raises StorageError, and FencedError where a newer run has begun to save."""
+        ballot = self._ballot
+        self._pending = pending = ballot.pending(self._expected)
+        self.path = pending.file(manifest.container_name(ballot.world.rank))
+        self.identity = {
+            "step": ballot.step,
+            "rank": ballot.world.rank,
+            "world_size": ballot.world.size,
+            "attempt": pending.attempt,
+        }
+        pending.begin()
 
     def commit(self, vote: Vote) -> Location:
         """Vote and wait for the other ranks; raises as :meth:`~datastates.commit.ballot.Ballot.cast` does."""
@@ -94,16 +99,19 @@ class CheckpointEnding:
             self.committed = time.monotonic()
             self._retain()
 
-        self._pending.seal()
+        pending = self._pending
+        assert pending is not None
+        pending.seal()
         self._voted = True
-        path = self._ballot.cast(vote, self._pending, self._target, retain)
-        self._pending.close()
+        path = self._ballot.cast(vote, pending, self._target, retain)
+        pending.close()
         return path
 
     def abandon(self, *, made: bool) -> None:
         """Remove the files of this process."""
         del made
-        self._pending.abandon()
+        if self._pending is not None:
+            self._pending.abandon()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """FencedError where a newer run has begun to save, as it stops the checkpoint; else ``error``."""

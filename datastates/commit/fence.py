@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -97,6 +98,8 @@ class DirectoryOpening(Opening):
         self._is_only = is_only
         self._process = os.getpid()
         self._saves = False
+        self._fence: str | None = None  # why it is fenced
+        self._beginning = threading.Lock()
         _openings.add(self)
 
     @classmethod
@@ -126,31 +129,43 @@ class DirectoryOpening(Opening):
         return f"{self._number} {self._owner}".encode() if self._number else b""
 
     @override
-    def begin_to_save(self) -> None:
-        if not self._number:
-            self._number = _numbered(self.root, self._owner)
-        self.refuse_if_fenced()
+    def begin_to_save(self, then: Callable[[], None] = lambda: None) -> None:
         if self._saves:
+            self.refuse_if_fenced()
             return
-        self._write_down_saving()
-        self.refuse_if_fenced()
-        self._stop_older()
-        self._saves = True
+        with self._beginning:
+            if not self._number:
+                self._number = _numbered(self.root, self._owner)
+            self.refuse_if_fenced()
+            if self._saves:
+                return
+            self._write_down_saving()
+            self.refuse_if_fenced()
+            self._stop_older()
+            then()
+            self._saves = True
+
+    @override
+    def refuse_if_known_fenced(self) -> None:
+        if self._fence is not None:
+            raise FencedError(self._fence)
 
     @override
     def refuse_if_fenced(self) -> None:
+        self.refuse_if_known_fenced()
         newest = _newest_saving(self.root)
         if newest is None or newest.number <= self._number:
             return
         told = _told(newest.path)
         if told.get("owner") != self._owner:
             who = f"process {told.get('pid', 'unknown')} on host {told.get('host', 'unknown')}"
-            raise FencedError(
+            self._fence = (
                 f"a newer run saves in {self.root}: {who}, which opened the directory at "
                 f"{told.get('opened', 'an unknown time')}. This run neither commits nor deletes there any more. "
                 "Start it again to go on from the newest checkpoint, or give each run a directory of its own. Ranks of "
                 "one job that do not know of each other need init_process_group() first, or rank= and world_size="
             )
+            raise FencedError(self._fence)
 
     @override
     def close(self) -> None:
@@ -211,6 +226,14 @@ def fenced(root: Location) -> Callable[[Writer], bool]:
 
 _openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
 """The openings of this process, and of the process that it was forked off."""
+
+
+def _after_fork() -> None:
+    for opening in list(_openings):  # a thread of the parent may hold the lock
+        opening._beginning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_in(root: Location) -> None:

@@ -107,8 +107,8 @@ class Opening(ABC):
         """The opening as the bytes that rank 0 sends to the other ranks."""
 
     @abstractmethod
-    def begin_to_save(self) -> None:
-        """Fence all openings before this one. Later calls only check that this one is not fenced.
+    def begin_to_save(self, then: Callable[[], None] = lambda: None) -> None:
+        """Fence all openings before this one, then call ``then``. Later calls only check that this one is not fenced.
 
         Raises:
             FencedError: A newer opening has begun to save.
@@ -118,6 +118,10 @@ class Opening(ABC):
     @abstractmethod
     def refuse_if_fenced(self) -> None:
         """Raise FencedError if a newer opening, of another process, has begun to save."""
+
+    @abstractmethod
+    def refuse_if_known_fenced(self) -> None:
+        """Raise FencedError if an earlier call has found a newer opening. Does not look at the place."""
 
     @abstractmethod
     def close(self) -> None:

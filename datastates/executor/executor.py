@@ -108,16 +108,18 @@ class Executor:
         self._core().prepare_device(device)
         self._core().reserve(nbytes)
 
-    def submit_write(self, path: Location, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
+    def submit_write(self, path: Location | None, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
         """Start a write job; eager sources are captured when this returns. If it raises, it leaves no file.
 
         Args:
             path: The container, which must not exist. It is created in the background; if that fails, the job fails.
+                None: nothing is written until :func:`create` is called. The eager sources must then fit into the host
+                cache.
             prepared: The container's plan, from :func:`prepare_write`.
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
-        return self._core().submit_write(_opened(path), prepared, *sources, witness)
+        return self._core().submit_write(None if path is None else _opened(path), prepared, *sources, witness)
 
     def submit_read(
         self,
@@ -205,6 +207,11 @@ class Executor:
         if self._native is not None:
             self._native.close()
             self._native = None
+
+
+def create(job: WriteJob, path: Location) -> None:
+    """Create the container of a job that was submitted without a path, in the background. A failure fails the job."""
+    job.create(_opened(path))
 
 
 def columns(buffers: Sequence[Buffer]) -> Columns:

@@ -14,7 +14,7 @@ from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
-from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
+from datastates.errors import DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.ranks.world import SoloWorld, World, refuse_outdated
@@ -93,18 +93,18 @@ class Engine:
         self,
         collected: Collected,
         ballot: Ballot,
-        expected: Callable[[], Location],
+        expected: Location,
         target: Callable[[], Location],
         retain: Callable[[], None] = lambda: None,
         *,
         begin: float,
     ) -> Snapshot:
-        """Take one snapshot. StorageError and DeviceError make the snapshot fail; other errors are raised.
+        """Take one snapshot. StorageError, DeviceError and FencedError make it fail; other errors are raised.
 
         Args:
             collected: The state, as the providers described it.
             ballot: The agreement of the ranks that commits the checkpoint.
-            expected: Returns the checkpoint's path as it is expected now. The partial directory lies beside it.
+            expected: The checkpoint's path as it is expected now. The partial directory lies beside it.
             target: Returns the path to commit to. Called on the coordinator at the commit.
             retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
@@ -126,12 +126,9 @@ class Engine:
                 "world_size"
             )
         course = Course(ballot.step, collected.structure.nbytes, begin)
-
-        def choose_ending() -> Ending:
-            course.path = expected()
-            return CheckpointEnding(ballot.pending(course.path), ballot, target, retain)
-
-        return self._take(self._saver, collected, course, choose_ending, ballot)
+        course.path = expected
+        ending = CheckpointEnding(expected, ballot, target, retain)
+        return self._take(self._saver, collected, course, ending, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Location, *, attempt: str, begin: float
@@ -149,19 +146,19 @@ class Engine:
         course = Course(0, collected.structure.nbytes, begin)
         course.path = path
         ending = FileEnding(path, identity_alone(attempt))
-        return self._take(saver, collected, course, lambda: ending, ending)
+        return self._take(saver, collected, course, ending, ending)
 
     def _take(
         self,
         saver: Saver,
         collected: Collected,
         course: Course,
-        choose_ending: Callable[[], Ending],
+        ending: Ending,
         whom: Ballot | Ending,
     ) -> Snapshot:
         snapshot = Snapshot(course)
         try:
-            running = saver.prepare(collected, course, choose_ending())
+            running = saver.prepare(collected, course, ending)
             work = Work(partial(self._finish, snapshot, running))
             try:
                 running.begin()
@@ -177,7 +174,7 @@ class Engine:
                         self._telling.withdraw(snapshot)
                         self._forget(course)
                 raise
-        except (StorageError, DeviceError) as error:
+        except (StorageError, DeviceError, FencedError) as error:
             course.fail(error)
             self.decline(whom, error)
             self._telling.expect(snapshot)
@@ -339,7 +336,7 @@ def take_one(
             engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
             at_end.pop_all()
             at_end.callback(engine.close_later)
-            return engine.take(collected, ballot, lambda: target, lambda: target, begin=begin)
+            return engine.take(collected, ballot, target, lambda: target, begin=begin)
         except BaseException as error:
             ballot.decline(error)
             raise

@@ -14,7 +14,7 @@ from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
-from datastates.executor.executor import Executor, PreparedWrite
+from datastates.executor.executor import Executor, PreparedWrite, create
 from datastates.executor.jobs import NOTHING, WriteJob, recorded
 from datastates.saving.collect import Collected
 from datastates.saving.course import Course
@@ -110,7 +110,7 @@ class Running:
     """One snapshot in the background: serializes lazy objects, waits for the data, appends the metadata, commits.
 
     Before :meth:`begin`, no file or job of the snapshot exists. Afterwards, call :meth:`run` or :meth:`cancel`. If
-    :meth:`begin` was interrupted, call :meth:`cancel`.
+    :meth:`begin` or :meth:`open` was interrupted, call :meth:`cancel`.
     """
 
     executor: Executor
@@ -123,15 +123,30 @@ class Running:
     lazy_serialized: Flag = field(default_factory=Flag)
     cause: Exception | None = None  # the error that occurred at the gate
     _job: WriteJob | None = None
+    _is_open: bool = False
 
     def begin(self) -> None:
-        """Begin to capture the state: make the directory for the file, and start the job that writes it."""
-        self.ending.open()
-        structure = self.collected.structure
+        """Begin to capture the state, by the job that writes the file. State that is not lazy has been copied then.
+
+        The storage is used only if more is to be copied than fits into one block: the blocks then become free again as
+        they are written.
+        """
+        plan = self.planned.prepared
+        if plan.eager_extents > 1:
+            self.ending.open()
+            self._is_open = True
+        path = self.ending.path if self._is_open else None
         self._job = job = self.executor.submit_write(
-            self.ending.path, self.planned.prepared, self.collected.columns, structure.witness
+            path, plan, self.collected.columns, self.collected.structure.witness
         )
         self.course.attach(self.gate, job.stats, partial(recorded, job))
+
+    def open(self) -> None:
+        """Make the directory for the file, if :meth:`begin` has not done so, and let the job create the file."""
+        if not self._is_open:
+            self.ending.open()
+            self._is_open = True
+            create(self.job, self.ending.path)
 
     @property
     def job(self) -> WriteJob:
@@ -168,7 +183,9 @@ class Running:
     def run(self) -> BaseException | None:
         """Finish the snapshot. An error makes it fail, and is returned, for the other ranks to be told."""
         try:
-            self._capture()
+            self._serialize_lazy()
+            self.open()
+            self._wait_captured()
             tail, vote = self._write()
             self.job.finish(tail)
             self.course.reach("persisted", file_nbytes=vote.nbytes)
@@ -194,7 +211,7 @@ class Running:
         finally:
             self.course.fail(error)
 
-    def _capture(self) -> None:
+    def _serialize_lazy(self) -> None:
         try:
             with self.course.stage("serialize"):
                 self.objects = [
@@ -202,6 +219,8 @@ class Running:
                 ]
         finally:
             self.lazy_serialized.set()
+
+    def _wait_captured(self) -> None:
         self.job.wait_captured()
         changed = set(self.witness.compare())
         if torn := set(self.job.torn()):

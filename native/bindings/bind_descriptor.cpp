@@ -1,6 +1,7 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <utility>
 
 #include "bind.hpp"
 #include "datastates/base/descriptor.hpp"
@@ -11,11 +12,13 @@ using namespace py::literals;
 namespace datastates::python {
 namespace {
 
-/// The descriptor, or the negative error number.
-int open_without_gil(const char* path, int flags, int mode) {
+/// The descriptor and 0, or none and the error number. A fork by another thread finds the
+/// descriptor at once, not only when this thread has the GIL again.
+std::pair<FileDescriptor, int> open_without_gil(const char* path, int flags, int mode) {
     const py::gil_scoped_release release;
-    const int fd = ::open(path, flags | O_CLOEXEC, mode);
-    return fd < 0 ? -errno : fd;
+    FileDescriptor opened(::open(path, flags | O_CLOEXEC, mode));
+    const int number = opened.valid() ? 0 : errno;
+    return {std::move(opened), number};
 }
 
 FileDescriptor open_descriptor(const py::object& path, int flags, int mode) {
@@ -23,10 +26,10 @@ FileDescriptor open_descriptor(const py::object& path, int flags, int mode) {
     if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
     const auto name = py::reinterpret_steal<py::bytes>(encoded);
     for (;;) {
-        const int fd = open_without_gil(PyBytes_AS_STRING(name.ptr()), flags, mode);
-        if (fd >= 0) return FileDescriptor(fd);
-        if (fd != -EINTR) {
-            errno = -fd;
+        auto [opened, number] = open_without_gil(PyBytes_AS_STRING(name.ptr()), flags, mode);
+        if (number == 0) return std::move(opened);
+        if (number != EINTR) {
+            errno = number;
             PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path.ptr());
             throw py::error_already_set();
         }

@@ -159,6 +159,7 @@ py::tuple stage_names() {
 void bind_jobs(py::module_& module) {
     // Destroying a job waits for threads.
     py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
+        .def("create", &WriteJob::create, "path"_a, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("made", &WriteJob::made)
         .def("wait_made", waiting(&WriteJob::wait_made), "timeout"_a = py::none())
         .def("wait_captured", waiting(&WriteJob::wait_captured), "timeout"_a = py::none())
@@ -228,8 +229,8 @@ void bind_jobs(py::module_& module) {
 }  // namespace
 
 void bind_executor(py::module_& module) {
-    bind_jobs(module);
     module.attr("STAGES") = stage_names();
+    bind_jobs(module);
     py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,
@@ -255,9 +256,9 @@ void bind_executor(py::module_& module) {
              py::call_guard<py::gil_scoped_release>())
         .def(
             "submit_write",
-            [](Executor& executor, const std::string& path, std::shared_ptr<WritePlan> plan,
-               const py::array& ptr, const py::array& device, const py::array& stream,
-               const py::array& witness) {
+            [](Executor& executor, const std::optional<std::string>& path,
+               std::shared_ptr<WritePlan> plan, const py::array& ptr, const py::array& device,
+               const py::array& stream, const py::array& witness) {
                 Buffers sources = make_buffers(ptr, device, stream);
                 sources.witness = copy_elements<std::uint8_t>(witness, "witness");
                 const py::gil_scoped_release release;

@@ -56,7 +56,8 @@ void bind_plans(py::module_& module) {
              "extent_length"_a, "extent_piece"_a, "piece_source"_a, "piece_source_offset"_a,
              "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a, "patch_offset"_a,
              "patch_source"_a, "eager"_a, "digests"_a, "runs_source"_a, "runs_offset"_a,
-             "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a, "runs_digest"_a);
+             "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a, "runs_digest"_a)
+        .def_property_readonly("eager_extents", &WritePlan::eager_extents);
     py::class_<ReadPlan, std::shared_ptr<ReadPlan>>(module, "ReadPlan")
         .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
                          const py::array& extent_length, const py::array& extent_shared,

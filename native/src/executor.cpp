@@ -57,6 +57,8 @@ WriteJob::~WriteJob() {
     if (executor_->abandoned()) keep_for_ever(std::move(state_));
 }
 
+void WriteJob::create(const std::string& path) { executor_->create(state_, path); }
+
 void WriteJob::abort() {
     if (executor_->abandoned()) return;
     if (!state_->quiescent()) {
@@ -159,7 +161,7 @@ void Executor::admit() {
     if (closed_) throw Error::closed("the executor is closed");
 }
 
-std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
+std::unique_ptr<WriteJob> Executor::submit_write(const std::optional<std::string>& path,
                                                  std::shared_ptr<const WritePlan> plan,
                                                  Buffers sources) {
     const auto start = Clock::now();
@@ -168,31 +170,36 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     const auto state =
         std::make_shared<WriteState>(std::move(plan), std::move(sources), evacuator_.enabled());
     auto job = std::make_unique<WriteJob>(shared_from_this(), state);
-    // The executor outlives its workers' tasks.
-    const auto create = [this, state, path](unsigned worker) {
-        state->create(path, direct_, workers_.size() >= kStoringWorkers, worker);
-        look_again(*state);
-    };
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
         remember(writes_, state);
         state->begin();
     }
+    if (path) job->create(*path);
+    try {
+        capturer_.start(state);
+    } catch (...) {
+        job->abort();
+        if (state->made()) static_cast<void>(::unlink(path->c_str()));
+        throw;
+    }
+    state->timeline().add(Stage::submit, 0, start, 0);
+    return job;
+}
+
+void Executor::create(const std::shared_ptr<WriteState>& state, const std::string& path) {
+    state->begin_to_create();
+    // The executor outlives its workers' tasks.
+    const auto create = [this, state, path](unsigned worker) {
+        state->create(path, direct_, workers_.size() >= kStoringWorkers, worker);
+        look_again(*state);
+    };
     try {
         workers_.submit(WorkerPool::Task(create));
     } catch (const std::bad_alloc&) {
         create(0);
     }
-    try {
-        capturer_.start(state);
-    } catch (...) {
-        job->abort();
-        if (state->made()) static_cast<void>(::unlink(path.c_str()));
-        throw;
-    }
-    state->timeline().add(Stage::submit, 0, start, 0);
-    return job;
 }
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,

@@ -266,7 +266,7 @@ def test_what_a_killed_parent_left_is_debris_though_its_child_lives_on(
 {PRELUDE}
 _native.arm_fault("sync", "delay", 60_000)
 ckpt = ds.Checkpointer(root, **OPTIONS)
-ckpt.snapshot(providers(1), step=1)
+ckpt.snapshot(providers(1), step=1).wait_captured()
 fork(lambda: (print("forked", flush=True), time.sleep(60)))
 time.sleep(60)
 """

@@ -164,9 +164,11 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
             while other.is_alive() and not list(tmp_path.glob("step-000001*")):
                 time.sleep(0.001)
         with pytest.raises(FencedError):
-            ckpt.snapshot(providers(2), step=2)
+            ckpt.snapshot(providers(2), step=2).wait_committed()
         with pytest.raises(FencedError):
             fenced.wait_committed()
+        with pytest.raises(FencedError):  # whatever on_error says
+            ckpt.snapshot(providers(3), step=3)
         other.join()
     assert ended[0].returncode == 0, ended[0].stderr
     assert_holds(tmp_path, 0, *range(100, 110))

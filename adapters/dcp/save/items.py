@@ -160,6 +160,7 @@ def begin(
     running = saver.prepare(collected, staged.course, ending)
     try:
         running.begin()
+        running.open()
         running.job.wait_made()  # new_file() takes a name that no file has
         staged.check()
     except BaseException as error:

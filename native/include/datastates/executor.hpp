@@ -40,6 +40,9 @@ class WriteJob : Unmovable {
     WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state);
     ~WriteJob();
 
+    /// Lets a worker create the file, which must not exist. If that fails, the job fails. Call it
+    /// once, unless submit_write was given the path.
+    void create(const std::string& path);
     /// Whether this job has created its file.
     bool made() const { return state_->made(); }
 
@@ -159,9 +162,10 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
 
     /// Captures the plan's eager sources and returns. It may wait for cache blocks. The sources'
     /// memory must stay alive until captured or aborted, and lazy sources must stay unchanged as
-    /// long. A worker creates the file meanwhile, which must not exist; if that fails, the job
-    /// fails. If this throws, it leaves no file.
-    std::unique_ptr<WriteJob> submit_write(const std::string& path,
+    /// long. With a path, the job's file is created meanwhile, as WriteJob::create does; without
+    /// one, nothing is written before the caller calls that, and more eager extents than the cache
+    /// has blocks would wait for ever. If this throws, it leaves no file.
+    std::unique_ptr<WriteJob> submit_write(const std::optional<std::string>& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
     /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
@@ -217,6 +221,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     std::size_t most_blocks(const ReadState& state) const;
     void admit();
     void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);
+    void create(const std::shared_ptr<WriteState>& state, const std::string& path);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
     /// stopped.
     void look_again(const WriteState& job);

@@ -33,7 +33,13 @@ bool WriteState::has_memory(const WritePlan::Piece& piece, std::uint64_t& known)
 
 void WriteState::begin() {
     const std::scoped_lock lock(mutex_);
-    creating_ = capturing_ = true;
+    capturing_ = true;
+}
+
+void WriteState::begin_to_create() {
+    const std::scoped_lock lock(mutex_);
+    if (begun_) throw Error::invalid("the job's file was created before");
+    begun_ = creating_ = true;
 }
 
 void WriteState::create(const std::string& path, bool direct, bool by_mapping, unsigned worker) {

@@ -61,10 +61,12 @@ class WriteState {
     bool has_memory(const WritePlan::Piece& piece, std::uint64_t& known);
 
     // Progress. Thread-safe.
-    /// Marks the job as begun: it is not quiescent until create() and the capture have ended.
+    /// Marks the job as begun: it is not quiescent until the capture has ended.
     void begin();
+    /// Call once before create(): the job is not quiescent until that has ended, either.
+    void begin_to_create();
     /// Creates the file, which must not exist, and allocates its space. A failure fails the job. A
-    /// worker runs this, so that the caller of submit_write does not wait for the storage.
+    /// worker runs this.
     /// `by_mapping`: map a file that lives in memory, for stores.
     void create(const std::string& path, bool direct, bool by_mapping, unsigned worker);
     /// As CaptureEvents::add.
@@ -140,6 +142,7 @@ class WriteState {
     std::size_t extents_checksummed_ = 0;
     std::size_t retired_ = 0;
     bool made_ = false;
+    bool begun_ = false;  // to create the file
     bool creating_ = false;
     bool capturing_ = false;
     bool captured_ = false;
