@@ -70,9 +70,15 @@ TEST(kernel_equals_host_function) {
     for (int i = 0; i < 1000; ++i) {
         const std::uint64_t offset = random() % 4096;
         const std::uint64_t nbytes = random() % (i % 2 == 0 ? 1200 : 1000000);
-        ranges.push_back({.address = memory.pointer() + offset, .nbytes = nbytes});
-        expected.push_back(fingerprint::of(data.data() + offset, nbytes));
+        ranges.push_back({.address = memory.pointer() + offset,
+                          .nbytes = nbytes,
+                          .position = random() % 3 == 0 ? random() : 0});
+        expected.push_back(
+            fingerprint::whole(ranges.back().position, data.data() + offset, nbytes));
     }
+    // Cut into many pieces.
+    ranges.push_back({.address = memory.pointer(), .nbytes = data.size()});
+    expected.push_back(fingerprint::whole(0, data.data(), data.size()));
     const DeviceFingerprints found = engine->fingerprint(ranges, memory.stream());
     memory.synchronize();
     for (std::size_t i = 0; i < ranges.size(); ++i) CHECK_EQ(found.at(i), expected[i]);

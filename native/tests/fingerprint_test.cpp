@@ -13,7 +13,7 @@ using namespace datastates;
 
 namespace {
 
-/// The fingerprint of at most 32 words, by its definition.
+/// The whole fingerprint, by its definition.
 std::uint64_t defined(const support::Bytes& data) {
     std::uint64_t sum = 0;
     for (std::size_t at = 0; at < data.size(); at += 8) {
@@ -49,6 +49,50 @@ TEST(pieces_add_up) {
             at += take;
         }
         CHECK_EQ(sum, fingerprint::of(data.data(), size));
+    }
+}
+
+TEST(a_whole_fingerprint_is_over_all_words_and_its_pieces_add_up) {
+    std::mt19937_64 random(5);
+    for (int round = 0; round < 300; ++round) {
+        const std::size_t size = random() % 5000;
+        const auto data = support::random_bytes(random, size);
+        CHECK_EQ(fingerprint::whole(0, data.data(), size), defined(data));
+        std::uint64_t sum = 0;
+        for (std::size_t at = 0; at < size;) {
+            const std::size_t take = std::min<std::size_t>(8 * (1 + (random() % 300)), size - at);
+            sum += fingerprint::whole(at / 8, data.data() + at, take);
+            at += take;
+        }
+        CHECK_EQ(sum, defined(data));
+    }
+}
+
+TEST(a_whole_fingerprint_sees_every_change_of_one_element) {
+    std::mt19937_64 random(6);
+    auto data = support::random_bytes(random, 4099);
+    for (const bool zeros : {false, true}) {
+        if (zeros) std::ranges::fill(data, std::byte{0});
+        const auto before = fingerprint::whole(0, data.data(), data.size());
+        for (std::size_t i = 0; i < data.size(); ++i) {
+            for (int bit = 0; bit < 8; ++bit) {
+                data[i] ^= std::byte{1} << bit;
+                CHECK(fingerprint::whole(0, data.data(), data.size()) != before);
+                data[i] ^= std::byte{1} << bit;
+            }
+        }
+    }
+}
+
+TEST(words_that_change_alike_do_not_cancel_out) {
+    for (std::size_t words = 1; words <= 64; ++words) {
+        std::set<std::uint64_t> seen;
+        for (std::uint64_t value = 0; value < 64; ++value) {
+            const std::vector<std::uint64_t> same(words, value);
+            seen.insert(fingerprint::whole(0, reinterpret_cast<const std::byte*>(same.data()),
+                                           words * sizeof value));
+        }
+        CHECK_EQ(seen.size(), 64U);
     }
 }
 

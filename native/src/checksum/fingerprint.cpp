@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "datastates/base/error.hpp"
 
@@ -10,10 +11,13 @@ namespace datastates::fingerprint {
 namespace {
 
 constexpr std::uint64_t kLine = 64;  // of the processor's cache
+constexpr std::uint64_t kKeyStep = 0x9E3779B97F4A7C15U;
 
-// splitmix64's finalizer over the word plus a multiple of its position.
+// splitmix64's finalizer over the word plus a multiple of its position. Cheaper mixes cancel out in
+// a sum: a product of the word's halves, with the same multiples as keys, does where four equal
+// words change alike.
 [[gnu::always_inline]] inline std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
-    std::uint64_t x = word + ((position + 1) * 0x9E3779B97F4A7C15U);
+    std::uint64_t x = word + ((position + 1) * kKeyStep);
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
     return x ^ (x >> 31);
@@ -66,7 +70,206 @@ std::uint64_t sum_run(std::uint64_t position, const std::byte* data, std::uint64
 /// The index of sample i among `last + 1` words, which are more than kSamples.
 std::uint64_t position_of(std::uint64_t i, std::uint64_t last) { return i * last / (kSamples - 1); }
 
+// Adds mix() of one word, whose key lies $ahead behind %key.
+constexpr const char* kMix = R"ptx(
+    add.u64 %k, %key, $ahead;
+    add.u64 %word$i, %word$i, %k;
+    shr.u64 %other, %word$i, 30;
+    xor.b64 %word$i, %word$i, %other;
+    mul.lo.u64 %word$i, %word$i, 0xBF58476D1CE4E5B9U;
+    shr.u64 %other, %word$i, 27;
+    xor.b64 %word$i, %word$i, %other;
+    mul.lo.u64 %word$i, %word$i, 0x94D049BB133111EBU;
+    shr.u64 %other, %word$i, 31;
+    xor.b64 %word$i, %word$i, %other;
+    add.u64 %sum, %sum, %word$i;
+)ptx";
+
+constexpr const char* kKernel = R"ptx(
+.version 6.5
+.target sm_50
+.address_size 64
+
+.visible .entry datastates_fingerprint(
+    .param .u64 ranges,
+    .param .u64 sums,
+    .param .u32 count)
+{
+    .reg .pred %outside, %more, %odd;
+    .reg .b32 %block, %blockdim, %inblock, %thread, %range, %lane, %count, %bits, %low, %high, %otherlow,
+              %otherhigh, %shift, %back;
+    .reg .b64 %ranges, %sums, %entry, %base, %nbytes, %position, %lane64, %at, %end, %last, %left,
+              %address, %key, %next, %word<8>, %sum, %x, %other, %k, %range64;
+
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %blockdim, %ntid.x;
+    mov.u32 %inblock, %tid.x;
+    mad.lo.u32 %thread, %block, %blockdim, %inblock;
+    shr.u32 %range, %thread, 5;
+    and.b32 %lane, %thread, 31;
+    ld.param.u32 %count, [count];
+    setp.ge.u32 %outside, %range, %count;
+    @%outside bra DONE;
+
+    ld.param.u64 %ranges, [ranges];
+    ld.param.u64 %sums, [sums];
+    cvt.u64.u32 %range64, %range;
+    cvt.u64.u32 %lane64, %lane;
+    mul.lo.u64 %entry, %range64, 24;
+    add.u64 %entry, %entry, %ranges;
+    ld.global.u64 %base, [%entry];
+    ld.global.u64 %nbytes, [%entry+8];
+    ld.global.u64 %position, [%entry+16];
+    add.u64 %position, %position, 1;
+    mov.u64 %sum, 0;
+    and.b64 %end, %nbytes, -8;
+    and.b64 %x, %base, 15;
+    setp.ne.u64 %odd, %x, 0;
+    mov.u64 %at, 0;
+    @%odd bra WORDS;
+
+    // Four times two words of each lane: 2048 bytes of a warp.
+    shl.b64 %at, %lane64, 4;
+    shr.u64 %k, %at, 3;
+    add.u64 %k, %k, %position;
+    mul.lo.u64 %key, %k, $key;
+    add.u64 %last, %at, 1552;
+    setp.gt.u64 %more, %last, %end;
+    @%more bra WIDELEFT;
+WIDE:
+    add.u64 %address, %base, %at;
+    ld.global.v2.u64 {%word0, %word1}, [%address];
+    ld.global.v2.u64 {%word2, %word3}, [%address+512];
+    ld.global.v2.u64 {%word4, %word5}, [%address+1024];
+    ld.global.v2.u64 {%word6, %word7}, [%address+1536];
+$mix0$mix1$mix2$mix3$mix4$mix5$mix6$mix7
+    add.u64 %key, %key, $step256;
+    add.u64 %at, %at, 2048;
+    add.u64 %last, %last, 2048;
+    setp.le.u64 %more, %last, %end;
+    @%more bra WIDE;
+
+    // The lanes leave the loop together or one turn apart. The rest goes by pairs of words.
+WIDELEFT:
+    add.u64 %last, %at, 16;
+    setp.gt.u64 %more, %last, %end;
+    @%more bra PAIRSDONE;
+PAIR:
+    add.u64 %address, %base, %at;
+    ld.global.v2.u64 {%word0, %word1}, [%address];
+$mix0$mix1
+    add.u64 %key, %key, $step64;
+    add.u64 %at, %at, 512;
+    add.u64 %last, %last, 512;
+    setp.le.u64 %more, %last, %end;
+    @%more bra PAIR;
+PAIRSDONE:
+    // An odd word is left to the lane that it would be the first word of.
+    setp.ge.u64 %more, %at, %end;
+    @%more bra TAIL;
+    add.u64 %address, %base, %at;
+    ld.global.u64 %word0, [%address];
+$mix0
+    bra TAIL;
+
+    // Memory that is not aligned to 16 bytes: each word is put together from the two that it lies in.
+WORDS:
+    shl.b64 %at, %lane64, 3;
+    add.u64 %k, %lane64, %position;
+    mul.lo.u64 %key, %k, $key;
+    and.b64 %x, %base, 7;
+    setp.ne.u64 %odd, %x, 0;
+    cvt.u32.u64 %shift, %x;
+    shl.b32 %shift, %shift, 3;
+    sub.u32 %back, 64, %shift;
+    sub.u64 %base, %base, %x;
+    setp.ge.u64 %more, %at, %end;
+    @%more bra WORDSDONE;
+WORD:
+    add.u64 %address, %base, %at;
+    ld.global.u64 %word0, [%address];
+    mov.u64 %word1, 0;
+    @%odd ld.global.u64 %word1, [%address+8];
+    shr.b64 %word0, %word0, %shift;
+    shl.b64 %word1, %word1, %back;
+    or.b64 %word0, %word0, %word1;
+$mix0
+    add.u64 %key, %key, $step32;
+    add.u64 %at, %at, 256;
+    setp.lt.u64 %more, %at, %end;
+    @%more bra WORD;
+WORDSDONE:
+    add.u64 %base, %base, %x;
+
+    // Less than a word: the first lane reads its bytes.
+TAIL:
+    sub.u64 %left, %nbytes, %end;
+    setp.eq.u64 %more, %left, 0;
+    @%more bra REDUCE;
+    setp.ne.u32 %more, %lane, 0;
+    @%more bra REDUCE;
+    shr.u64 %k, %end, 3;
+    add.u64 %k, %k, %position;
+    mul.lo.u64 %key, %k, $key;
+    add.u64 %address, %base, %end;
+    mov.u64 %word0, 0;
+    mov.u32 %shift, 0;
+BYTE:
+    ld.global.u8 %x, [%address];
+    shl.b64 %x, %x, %shift;
+    or.b64 %word0, %word0, %x;
+    add.u64 %address, %address, 1;
+    add.u32 %shift, %shift, 8;
+    sub.u64 %left, %left, 1;
+    setp.ne.u64 %more, %left, 0;
+    @%more bra BYTE;
+$mix0
+
+REDUCE:
+    mov.u32 %bits, 16;
+STEP:
+    mov.b64 {%low, %high}, %sum;
+    shfl.sync.down.b32 %otherlow, %low, %bits, 31, 0xffffffff;
+    shfl.sync.down.b32 %otherhigh, %high, %bits, 31, 0xffffffff;
+    mov.b64 %other, {%otherlow, %otherhigh};
+    add.u64 %sum, %sum, %other;
+    shr.u32 %bits, %bits, 1;
+    setp.gt.u32 %more, %bits, 0;
+    @%more bra STEP;
+
+    setp.ne.u32 %more, %lane, 0;
+    @%more bra DONE;
+    shl.b64 %entry, %range64, 3;
+    add.u64 %entry, %entry, %sums;
+    st.global.u64 [%entry], %sum;
+DONE:
+    ret;
+}
+)ptx";
+
+void replace_all(std::string& text, std::string_view blank, const std::string& value) {
+    for (auto at = text.find(blank); at != std::string::npos; at = text.find(blank)) {
+        text.replace(at, blank.size(), value);
+    }
+}
+
+std::string mix_of(unsigned word) {
+    // Words come in pairs, and a warp reads 32 of these at once.
+    const std::uint64_t words = (word / 2 * 64) + (word % 2);
+    std::string text = kMix;
+    replace_all(text, "$ahead", std::to_string(words * kKeyStep));
+    replace_all(text, "$i", std::to_string(word));
+    return text;
+}
+
 }  // namespace
+
+std::uint64_t whole(std::uint64_t position, const std::byte* data, std::uint64_t nbytes) {
+    const std::uint64_t words = nbytes / kWord;
+    const std::uint64_t sum = sum_run(position, data, words);
+    const std::uint64_t left = nbytes % kWord;
+    return left == 0 ? sum : sum + mix(position + words, load(data + (words * kWord), left));
+}
 
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes) {
     return of_piece(nbytes, 0, data, nbytes);
@@ -129,115 +332,16 @@ std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::by
     return sum;
 }
 
-const char* const kKernelPtx = R"ptx(
-.version 6.5
-.target sm_50
-.address_size 64
-
-.visible .entry datastates_fingerprint(
-    .param .u64 ranges,
-    .param .u64 sums,
-    .param .u32 count)
-{
-    .reg .pred %outside, %few, %more, %whole;
-    .reg .b32 %block, %blockdim, %inblock, %thread, %range, %lane, %count, %bits, %low, %high, %otherlow,
-              %otherhigh;
-    .reg .b64 %ranges, %sums, %entry, %base, %nbytes, %words, %last, %samples, %i, %position, %at,
-              %left, %address, %word, %byte, %shift64, %sum, %x, %y, %other, %aligned, %k, %range64;
-    .reg .b32 %shift;
-
-    mov.u32 %block, %ctaid.x;
-    mov.u32 %blockdim, %ntid.x;
-    mov.u32 %inblock, %tid.x;
-    mad.lo.u32 %thread, %block, %blockdim, %inblock;
-    shr.u32 %range, %thread, 5;
-    and.b32 %lane, %thread, 31;
-    ld.param.u32 %count, [count];
-    setp.ge.u32 %outside, %range, %count;
-    @%outside bra DONE;
-
-    ld.param.u64 %ranges, [ranges];
-    ld.param.u64 %sums, [sums];
-    cvt.u64.u32 %range64, %range;
-    shl.b64 %entry, %range64, 4;
-    add.u64 %entry, %entry, %ranges;
-    ld.global.u64 %base, [%entry];
-    ld.global.u64 %nbytes, [%entry+8];
-    add.u64 %words, %nbytes, 7;
-    shr.u64 %words, %words, 3;
-    sub.u64 %last, %words, 1;
-    min.u64 %samples, %words, 32;
-    setp.le.u64 %few, %words, 32;
-    mov.u64 %sum, 0;
-    cvt.u64.u32 %i, %lane;
-    setp.ge.u64 %more, %i, %samples;
-    @%more bra REDUCE;
-    mov.u64 %position, %i;
-    @%few bra LOAD;
-    mul.lo.u64 %position, %i, %last;
-    div.u64 %position, %position, 31;
-
-LOAD:
-    shl.b64 %at, %position, 3;
-    sub.u64 %left, %nbytes, %at;
-    min.u64 %left, %left, 8;
-    add.u64 %address, %base, %at;
-    and.b64 %aligned, %address, 7;
-    xor.b64 %x, %left, 8;
-    or.b64 %aligned, %aligned, %x;
-    setp.eq.u64 %whole, %aligned, 0;
-    @!%whole bra BYTES;
-    ld.global.u64 %word, [%address];
-    bra MIX;
-
-BYTES:
-    mov.u64 %word, 0;
-    mov.u64 %k, 0;
-BYTE:
-    add.u64 %x, %address, %k;
-    ld.global.u8 %byte, [%x];
-    shl.b64 %shift64, %k, 3;
-    cvt.u32.u64 %shift, %shift64;
-    shl.b64 %byte, %byte, %shift;
-    or.b64 %word, %word, %byte;
-    add.u64 %k, %k, 1;
-    setp.lt.u64 %more, %k, %left;
-    @%more bra BYTE;
-
-MIX:
-    add.u64 %x, %position, 1;
-    mul.lo.u64 %x, %x, 0x9E3779B97F4A7C15U;
-    add.u64 %x, %x, %word;
-    shr.u64 %y, %x, 30;
-    xor.b64 %x, %x, %y;
-    mul.lo.u64 %x, %x, 0xBF58476D1CE4E5B9U;
-    shr.u64 %y, %x, 27;
-    xor.b64 %x, %x, %y;
-    mul.lo.u64 %x, %x, 0x94D049BB133111EBU;
-    shr.u64 %y, %x, 31;
-    xor.b64 %x, %x, %y;
-    mov.u64 %sum, %x;
-
-REDUCE:
-    mov.u32 %bits, 16;
-STEP:
-    mov.b64 {%low, %high}, %sum;
-    shfl.sync.down.b32 %otherlow, %low, %bits, 31, 0xffffffff;
-    shfl.sync.down.b32 %otherhigh, %high, %bits, 31, 0xffffffff;
-    mov.b64 %other, {%otherlow, %otherhigh};
-    add.u64 %sum, %sum, %other;
-    shr.u32 %bits, %bits, 1;
-    setp.gt.u32 %more, %bits, 0;
-    @%more bra STEP;
-
-    setp.ne.u32 %more, %lane, 0;
-    @%more bra DONE;
-    shl.b64 %entry, %range64, 3;
-    add.u64 %entry, %entry, %sums;
-    st.global.u64 [%entry], %sum;
-DONE:
-    ret;
+std::string kernel_ptx() {
+    std::string text = kKernel;
+    for (const unsigned words : {32U, 64U, 256U}) {
+        replace_all(text, "$step" + std::to_string(words), std::to_string(words * kKeyStep));
+    }
+    for (unsigned word = 0; word < 8; ++word) {
+        replace_all(text, "$mix" + std::to_string(word), mix_of(word));
+    }
+    replace_all(text, "$key", std::to_string(kKeyStep));
+    return text;
 }
-)ptx";
 
 }  // namespace datastates::fingerprint

@@ -20,6 +20,10 @@ using cuda::quietly;
 
 // The smallest kernel memory. Sizes are rounded up to powers of two, so that they can be reused.
 constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
+// The pieces of a fingerprint kernel, one for each warp: their least size, and about how many there
+// are at most. More would not be read faster, as a GPU runs some thousand warps at a time.
+constexpr std::uint64_t kLeastPiece = std::uint64_t{64} << 10;
+constexpr std::uint64_t kMostPieces = 16384;
 
 }  // namespace
 
@@ -67,11 +71,16 @@ KernelMemory::~KernelMemory() {
     engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
 }
 
-std::uint64_t DeviceFingerprints::at(std::size_t index) const {
-    std::uint64_t sum = 0;
-    const std::size_t sums = count_ * sizeof(fingerprint::DeviceRange);
-    std::memcpy(&sum, memory_.data() + sums + (index * sizeof sum), sizeof sum);
-    return sum;
+std::uint64_t DeviceFingerprints::at(std::size_t range) const {
+    const std::byte* const sums =
+        memory_.data() + (first_.back() * sizeof(fingerprint::DeviceRange));
+    std::uint64_t total = 0;
+    for (std::size_t piece = first_[range]; piece < first_[range + 1]; ++piece) {
+        std::uint64_t sum = 0;
+        std::memcpy(&sum, sums + (piece * sizeof sum), sizeof sum);
+        total += sum;
+    }
+    return total;
 }
 
 CopyEngine::CopyEngine(int ordinal)
@@ -98,7 +107,7 @@ CopyEngine::~CopyEngine() {
 }
 
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
-    : fingerprint(context, fingerprint::kKernelPtx, "datastates_fingerprint"),
+    : fingerprint(context, fingerprint::kernel_ptx().c_str(), "datastates_fingerprint"),
       gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
 
 bool CopyEngine::has(int attribute) const {
@@ -263,17 +272,39 @@ DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRa
         const std::scoped_lock lock(mutex_);
         kernel = &kernels().fingerprint;
     }
+    std::uint64_t all = 0;
+    for (const auto& range : ranges) all += range.nbytes;
+    // Pieces of some hundred kilobytes keep all warps busy; few pieces are quickly told.
+    const std::uint64_t piece_bytes =
+        std::max(kLeastPiece, all / kMostPieces / kLeastPiece * kLeastPiece);
+    std::vector<std::size_t> first;
+    first.reserve(ranges.size() + 1);
+    std::size_t pieces = 0;
+    for (const auto& range : ranges) {
+        first.push_back(pieces);
+        pieces += (range.nbytes + piece_bytes - 1) / piece_bytes;
+    }
+    first.push_back(pieces);
     KernelMemory memory =
-        borrow(ranges.size() * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
-    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+        borrow(pieces * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+    std::byte* to = memory.data();
+    for (const auto& [address, nbytes, position] : ranges) {
+        for (std::uint64_t at = 0; at < nbytes; at += piece_bytes) {
+            const fingerprint::DeviceRange piece{.address = address + at,
+                                                 .nbytes = std::min(piece_bytes, nbytes - at),
+                                                 .position = position + (at / fingerprint::kWord)};
+            std::memcpy(to, &piece, sizeof piece);
+            to += sizeof piece;
+        }
+    }
     std::uint64_t told = memory.device_address();
-    std::uint64_t answered = told + ranges.size_bytes();
-    auto count = static_cast<unsigned>(ranges.size());
+    std::uint64_t answered = told + (pieces * sizeof(fingerprint::DeviceRange));
+    auto count = static_cast<unsigned>(pieces);
     std::array<void*, 3> parameters = {&told, &answered, &count};
-    const unsigned blocks =
-        (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock;
-    launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
-    return {std::move(memory), ranges.size()};
+    const unsigned blocks = std::max(
+        1U, (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock);
+    auto done = launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
+    return {std::move(memory), std::move(done), std::move(first)};
 }
 
 std::shared_ptr<CopyEngine> CopyEngines::at(int device) {

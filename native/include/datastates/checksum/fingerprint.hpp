@@ -2,48 +2,60 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
-/// A 64-bit fingerprint over at most 32 words of a memory range. It is no checksum: it costs a few
-/// cache misses and notices when a whole tensor is rewritten.
+/// 64-bit fingerprints of memory ranges. They are no checksums: nothing stores them.
 ///
-/// The range is cut into 8-byte words from its start; the last word is filled up with zeros. All
-/// words are sampled if there are at most 32. Otherwise 32 evenly spaced words are sampled, with
-/// the first and the last. The fingerprint is the sum modulo 2^64 of mix(position, word), so pieces
-/// can be added in any order. The device kernel computes the same function. All functions are
-/// thread-safe.
+/// A range is cut into 8-byte words from its start; the last word is filled up with zeros. A
+/// fingerprint is the sum modulo 2^64 of mix(position, word) over some words, so pieces can be
+/// added in any order.
+///
+/// - A whole fingerprint is over all words. It reads at the speed of memory, and differs where any
+///   byte differs, but for one case in 2^64. The device kernel computes it.
+/// - A sampled one is over all words if there are at most 32, else over 32 evenly spaced ones, with
+///   the first and the last. It costs a few cache misses and notices when a whole tensor is
+///   rewritten.
+///
+/// All functions are thread-safe.
 namespace datastates::fingerprint {
 
-constexpr std::uint64_t kSamples = 32;  // one for each lane of a warp
+constexpr std::uint64_t kSamples = 32;
 constexpr std::uint64_t kWord = 8;
 
-/// The fingerprint of a whole range in host memory.
+/// The whole fingerprint of words that lie end to end, the first of them at `position`. The whole
+/// fingerprint of a range is the sum over its pieces, all but the last of whole words.
+std::uint64_t whole(std::uint64_t position, const std::byte* data, std::uint64_t nbytes);
+
+/// The sampled fingerprint of a range in host memory.
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes);
 
 /// The offset of sample `i` in a range of more than kSamples words.
 std::uint64_t sample_offset(std::uint64_t nbytes, std::uint64_t i);
 
-/// The fingerprint of a range of more than kSamples words. `samples` holds the sampled words end to
-/// end.
+/// The sampled fingerprint of a range of more than kSamples words. `samples` holds the sampled
+/// words end to end.
 std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples);
 
 /// Lets the processor fetch into its cache what `of` will read. Does not wait.
 void prefetch(const std::byte* data, std::uint64_t nbytes);
 
-/// The part of the fingerprint from words that begin in [offset, offset + length) of a range of
-/// `nbytes`; `piece` holds these bytes. Throws Error "invalid" unless offset is a multiple of 8,
-/// and length is one too or reaches the end of the range.
+/// The part of the sampled fingerprint from words that begin in [offset, offset + length) of a
+/// range of `nbytes`; `piece` holds these bytes. Throws Error "invalid" unless offset is a multiple
+/// of 8, and length is one too or reaches the end of the range.
 std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::byte* piece,
                        std::uint64_t length);
 
-/// One range, as the device kernel reads it.
+/// Words that lie end to end in device memory, as the kernel reads them.
 struct DeviceRange {
     std::uint64_t address;
     std::uint64_t nbytes;
+    std::uint64_t position = 0;  // of the first word
 };
 
 /// PTX with one entry, `datastates_fingerprint(u64 ranges, u64 sums, u32 count)`. Each warp takes
-/// one DeviceRange and stores its fingerprint. Launch it with blocks of kKernelThreads threads.
-extern const char* const kKernelPtx;
+/// one DeviceRange and stores its whole fingerprint. Launch it with blocks of kKernelThreads
+/// threads.
+std::string kernel_ptx();
 constexpr unsigned kKernelThreads = 128;
 constexpr unsigned kRangesPerKernelBlock = kKernelThreads / 32;
 

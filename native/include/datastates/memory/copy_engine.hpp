@@ -68,15 +68,20 @@ class KernelMemory {
 /// The results of a fingerprint kernel, which may still be running.
 class DeviceFingerprints {
   public:
-    DeviceFingerprints(KernelMemory memory, std::size_t count)
-        : memory_(std::move(memory)), count_(count) {}
+    /// `first`: for each range the number of its first piece, and the number of all pieces.
+    DeviceFingerprints(KernelMemory memory, std::shared_ptr<Event> done,
+                       std::vector<std::size_t> first)
+        : memory_(std::move(memory)), done_(std::move(done)), first_(std::move(first)) {}
 
-    /// Valid once an event recorded after the launch has passed.
-    std::uint64_t at(std::size_t index) const;
+    /// The event behind the kernel.
+    const std::shared_ptr<Event>& done() const { return done_; }
+    /// The fingerprint of a range. Valid once done(), or an event recorded later, has passed.
+    std::uint64_t at(std::size_t range) const;
 
   private:
     KernelMemory memory_;
-    std::size_t count_;
+    std::shared_ptr<Event> done_;
+    std::vector<std::size_t> first_;
 };
 
 /// Equal, equally spaced stretches to copy from the host to a device. The steps count only where
@@ -136,7 +141,8 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// behind the kernel.
     std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
                                   unsigned max_blocks);
-    /// Enqueues one kernel launch that fingerprints all ranges.
+    /// Enqueues one kernel launch that takes the whole fingerprints of all ranges. It reads at the
+    /// speed of the device's memory.
     DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                    cuda::StreamHandle stream);
 
