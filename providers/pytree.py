@@ -26,7 +26,7 @@ from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, laziness
 from datastates.state.depth import deeper
 from datastates.state.provider import Saved
-from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested
+from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested, tied
 from datastates.state.replacements import Landing, describes, why_not_made
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
@@ -147,6 +147,7 @@ class PytreeProvider(TreeProvider):
         for key, theirs, ours in found.leaves:
             if key in names and theirs != ours:
                 mismatched[key] = f"random keys of {theirs!r} in the checkpoint, of {ours!r} in the live state"
+        mismatched |= _torn_ties(self.tree, leaves, stored)
         others = {names[key] for key in mismatched if key in names}  # keys of another generator
         pairs = [(ref.key, stands.get(id(leaf), (None, leaf))[1]) for ref, leaf in found.pairs if ref.key not in others]
         flaws = {key: flaw for key, like in pairs if (flaw := why_not_made(like)) is not None}
@@ -286,6 +287,26 @@ def _names(leaves: Leaves) -> dict[str, str]:
     """For each leaf of typed random keys: the key of the generator's name, and as its value the key of the numbers."""
     pairs = zip(leaves.paths, leaves.values, strict=True)
     return {key_of((*path, KEY_NAME)): key_of((*path, KEY_DATA)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
+
+
+def _torn_ties(tree: object, leaves: Leaves, stored: object) -> dict[str, str]:
+    """Find variables that stand at several places of the live tree, and were saved with other contents at each."""
+    found: dict[str, str] = {}
+    for later, first in tied(tree):
+        one, other = (_found(stored, leaves.paths[i]) for i in (later, first))
+        if isinstance(one, ArrayRef) and isinstance(other, ArrayRef) and one.key != other.key:
+            found[key_of(leaves.paths[later])] = (
+                f"one array with {key_of(leaves.paths[first])!r} in the live state, as tied weights are, and an array "
+                "of its own in the checkpoint"
+            )
+    return found
+
+
+def _found(stored: object, path: Path) -> object:
+    try:
+        return find(stored, path)
+    except KeyError:
+        return None
 
 
 def _shards(key: str, into: object) -> list[Shard]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from datastates._base.loaded import loaded
@@ -30,7 +31,8 @@ class Leaves:
     Attributes:
         paths: The path to each leaf.
         values: The leaves.
-        rebuild: Makes a tree of the same containers around other leaves, which it takes in the same order.
+        rebuild: Makes a tree of the same containers around other leaves, which it takes in the same order. A module or
+            variable of Flax NNX that occurs several times in the tree gets the leaves of its first place.
     """
 
     paths: list[Path]
@@ -44,9 +46,76 @@ def leaves_of(tree: object) -> Leaves:
     if jax is not None:
         pairs, form = jax.tree_util.tree_flatten_with_path(tree)
         paths = [tuple(_step(jax.tree_util, entry) for entry in path) for path, _ in pairs]
-        return Leaves(paths, [leaf for _, leaf in pairs], form.unflatten)
+        return Leaves(paths, [leaf for _, leaf in pairs], partial(_with_ties, jax.tree_util, tree, form))
     found = list(_walk(tree, ()))
     return Leaves([path for path, _ in found], [leaf for _, leaf in found], lambda values: _rebuilt(tree, iter(values)))
+
+
+def tied(tree: object) -> list[tuple[int, int]]:
+    """Find the leaves of modules and variables of Flax NNX that occur several times in a tree, as tied weights do.
+
+    Returns:
+        For each leaf at a later place: its number in the order of :func:`leaves_of`, and its number at the first place.
+    """
+    jax: Any = loaded("jax")
+    if jax is None or not _has_nodes(jax.tree_util, tree):
+        return []
+    pairs: list[tuple[int, int]] = []
+    _Ties(jax.tree_util, itertools.count(), lambda later, first: pairs.append((later, first))).build(tree)
+    return pairs
+
+
+def _with_ties(tree_util: Any, tree: object, form: Any, values: Sequence[Any]) -> Any:
+    if not _has_nodes(tree_util, tree):
+        return form.unflatten(values)
+    return _Ties(tree_util, iter(values)).build(tree)
+
+
+def _has_nodes(tree_util: Any, tree: object) -> bool:
+    """Whether a tree has modules or variables of NNX: JAX would build each anew for each place where it stands."""
+    return loaded("flax.nnx") is not None and any(map(_is_node, tree_util.tree_leaves(tree, is_leaf=_is_node)))
+
+
+def _is_node(item: object) -> bool:
+    nnx: Any = loaded("flax.nnx")
+    return isinstance(item, (nnx.Module, nnx.Variable, getattr(nnx, "Pytree", nnx.Object)))
+
+
+class _Ties:
+    """Builds a tree around new leaves, container by container, and what is one object in the old tree only once."""
+
+    def __init__(
+        self, tree_util: Any, leaves: Iterator[Any], tell: Callable[[Any, Any], object] = lambda later, first: None
+    ) -> None:
+        """Begin a tree.
+
+        Args:
+            tree_util: ``jax.tree_util``.
+            leaves: The new leaves.
+            tell: Is called with each leaf at a later place, and the one at the first place.
+        """
+        self._tree_util = tree_util
+        self._leaves = leaves
+        self._tell = tell
+        self._built: dict[int, tuple[Any, list[Any]]] = {}  # by the id of a node: the new one, and its leaves
+        self._taken: list[Any] = []
+
+    def build(self, item: Any) -> Any:
+        """Build the counterpart of a part of the old tree."""
+        children, form = self._tree_util.tree_flatten(item, is_leaf=lambda one: one is not item)
+        if form.num_nodes == form.num_leaves == 1:
+            self._taken.append(next(self._leaves))
+            return self._taken[-1]
+        begin = len(self._taken)
+        made = form.unflatten([self.build(child) for child in children])
+        if not _is_node(item):
+            return made
+        own = self._taken[begin:]
+        first, leaves = self._built.setdefault(id(item), (made, own))
+        if first is not made:
+            for later, one in zip(own, leaves, strict=True):
+                self._tell(later, one)
+        return first
 
 
 def flatten(tree: object) -> tuple[list[Any], object] | None:
