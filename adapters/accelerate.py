@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, having, standing_in
-from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
+from datastates.adapters.torch_files import guarded_of, is_optimizer_state
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
@@ -111,7 +111,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         """Write the small files now, as accelerate does, and begin to write the large ones."""
         accelerator = self._accelerator
         modules = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
-        is_lazy = no_buffer_of(modules)
+        is_lazy = guarded_of(modules)
 
         def instead_of_save(stock: Function) -> Function:
             def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

@@ -18,7 +18,7 @@ from datastates._base.workers import Work
 from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
-from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, guarded_of, wait_for_all
 from datastates.commit.names import hidden
 from datastates.commit.pending import Pending
 from datastates.errors import CommitError
@@ -183,7 +183,7 @@ class FolderCheckpoints:
             modules: The modules whose tensors are written. Their buffers are copied.
             snapshots: The list that takes the files' snapshots.
         """
-        is_lazy = no_buffer_of(modules)
+        is_lazy = guarded_of(modules)
 
         def make(stock: Function) -> Function:
             def save(

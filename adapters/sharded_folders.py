@@ -17,7 +17,7 @@ from datastates.adapters.dcp.save.async_save import session_of
 from datastates.adapters.dcp.save.staging import is_large
 from datastates.adapters.dcp.save.writer import WriterSettings
 from datastates.adapters.stand_ins import Function, having, standing_in
-from datastates.adapters.torch_files import no_buffer_of
+from datastates.adapters.torch_files import guarded_of
 from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.state import dtensors
@@ -49,7 +49,7 @@ class ShardedFolders:
             fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits, unless
                 it was told to ignore DTensors of the models: these and their optimizer states are live tensors.
         """
-        no_buffer = no_buffer_of(modules)
+        is_guarded = guarded_of(modules)
         live = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
         owned = fsdp1 and not any(map(dtensors.is_dtensor, live))
 
@@ -61,7 +61,7 @@ class ShardedFolders:
                 if place is None or not (path := Path(place)).is_relative_to(folder):
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
-                writer.lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
+                writer.lazy = lambda name, tensor: is_large(name, tensor) and is_guarded(name, tensor)
                 session = session_of(writer, Location(path))
                 planner = options.get("planner") or DefaultSavePlanner()
                 snapshots.append(session.save(state_dict, Location(path), planner, owned=owned))

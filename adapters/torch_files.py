@@ -24,6 +24,7 @@ from datastates.commit.pending import Pending
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError
 from datastates.executor.make import make_executor, prepare
+from datastates.providers.modules.changes import changing
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
@@ -33,7 +34,7 @@ from datastates.saving.frame import Framing
 from datastates.saving.safetensors_frame import SafetensorsFraming
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.state import arrays, dtensors, keys
+from datastates.state import arrays, keys, storages
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 from datastates.storage import Location
@@ -100,16 +101,18 @@ class _NamedTensors(StateProvider):
             raise ProviderError(str(error)) from error
 
 
-def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
-    """Addresses of the storages of a module's buffers, which the forward pass may change."""
-    found = (dtensors.local(buffer).untyped_storage().data_ptr() for buffer in module.buffers())
-    return frozenset(address for address in found if address)
+def unguarded_storages(module: torch.nn.Module) -> frozenset[int]:
+    """Addresses of a module's storages that may change outside of an optimizer's step, such as those of its buffers."""
+    parameters = changing(module, ())
+    if parameters is None:
+        parameters = frozenset(map(storages.address, module.parameters()))
+    return (parameters | frozenset(map(storages.address, module.buffers()))) - {0}
 
 
-def no_buffer_of(modules: Sequence[torch.nn.Module]) -> Lazy:
-    """A :data:`Lazy` for the state of modules: it chooses all tensors except the modules' buffers."""
-    buffers = frozenset().union(*map(buffer_storages, modules))
-    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in buffers
+def guarded_of(modules: Sequence[torch.nn.Module]) -> Lazy:
+    """A :data:`Lazy` for the state of modules: it chooses all tensors that only an optimizer's step changes."""
+    unguarded = frozenset().union(*map(unguarded_storages, modules))
+    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in unguarded
 
 
 def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:

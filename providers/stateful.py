@@ -48,9 +48,12 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
         obj: The live object.
         lazy: True: parameters and optimizer states stay unchanged until the snapshot is captured. Torch optimizers
             wait for that; call ``Checkpointer.gate()`` before any other update. ``snapshot()`` still copies parameters
-            that are known to change elsewhere: parameters of ``AveragedModel``, of an embedding with ``max_norm``, and
-            of a module without a parameter in the optimizers that are saved with it. False: it copies everything. A
-            function decides for each key, and nothing else does.
+            that may change elsewhere, as far as this is known. Where optimizers are saved beside the module, these are
+            its trainable parameters that none of them holds, and all parameters of a module of which they hold none.
+            They are also parameters of ``AveragedModel``, of an embedding with ``max_norm``, of fbgemm's tables, in
+            memory that other processes share, and with hooks on their gradients. The states of an optimizer of such
+            hooked parameters are copied, too. False: it copies everything. A function decides for each key, and nothing
+            else does.
 
     Returns:
         The provider.

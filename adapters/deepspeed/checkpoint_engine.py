@@ -18,7 +18,7 @@ from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.save import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
+from datastates.adapters.torch_files import Lazy, TorchFiles, unguarded_storages
 from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
@@ -180,8 +180,8 @@ class CheckpointEngine:
         # a file outside of a checkpoint is saved alone: other ranks need not save anything
         save = self._opened or Save("alone", "", SoloWorld())
         final = Path(path).absolute()
-        buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
-        lazy, pending = _lazy_in(state_dict, buffers), pending_of(final)
+        unguarded = unguarded_storages(self._context[0].module) if self._context else frozenset()
+        lazy, pending = _lazy_in(state_dict, unguarded), pending_of(final)
         try:
             pending.begin()
             kind = final.name.removesuffix(".pt")
@@ -337,7 +337,7 @@ class CheckpointEngine:
             _log.exception("a checkpoint failed, and nobody asked")
 
 
-def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
+def _lazy_in(state: dict[Any, Any], unguarded: Collection[int]) -> Lazy:
     """A :data:`Lazy` for one file: chooses tensors that only an optimizer step changes, parameters and its states.
 
     Buffers, tensors in the optimizer's parameter groups, and the client's own may change at any time. Files
@@ -345,7 +345,7 @@ def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
 
     Args:
         state: The contents of the file.
-        buffers: Addresses of the storages that the forward pass may change.
+        unguarded: Addresses of the storages that may change outside of a step.
     """
     has_sections = any(section in state for section in _STATE)
 
@@ -353,6 +353,6 @@ def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
         path = key.split("/")
         if (has_sections and path[0] not in _STATE) or "param_groups" in path:
             return False
-        return tensor.untyped_storage().data_ptr() not in buffers
+        return tensor.untyped_storage().data_ptr() not in unguarded
 
     return is_lazy

@@ -6,6 +6,7 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
+from datastates.state import dtensors
 
 
 def is_storage(value: object) -> bool:
@@ -19,6 +20,11 @@ def bytes_of(storage: Any) -> Any:
     torch = loaded("torch")
     memory = getattr(storage, "_untyped_storage", storage)
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def address(tensor: Any) -> int:
+    """Address at which the storage of a tensor begins; of a DTensor, of its local tensor."""
+    return int(dtensors.local(tensor).untyped_storage().data_ptr())
 
 
 def class_of(storage: Any) -> str:

@@ -13,7 +13,7 @@ from datastates.providers.modules.taking import Taking
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
-from datastates.state import arrays, dtensors, laziness
+from datastates.state import arrays, dtensors, laziness, storages
 from datastates.state.arrays import Destinations
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.provider import Saved, StateProvider
@@ -72,7 +72,7 @@ class ModuleProvider(TreeProvider):
     def _may_change(self, array: Any) -> bool:
         found = self._changing[0] if self._changing else changing(self._module, self._stepped)
         self._changing = (found,)  # kept until the next snapshot
-        return found is None or (arrays.kind_of(array) == "torch" and arrays.address(array) in found)
+        return found is None or (bool(found) and arrays.kind_of(array) == "torch" and storages.address(array) in found)
 
     def match(self, stored: object, saved: Saved) -> Match:
         """Restore into live memory if ``load_state_dict`` would only copy; into new memory values to give to it."""

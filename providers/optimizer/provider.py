@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -19,7 +20,7 @@ from datastates.providers.optimizer.state_dict_tree import (
     with_all_states,
 )
 from datastates.providers.optimizer.stored_states import state_key
-from datastates.state import dtensors, memory, subclasses
+from datastates.state import dtensors, laziness, memory, subclasses
 from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
@@ -54,9 +55,16 @@ class OptimizerProvider(TreeProvider):
         return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        """Whether an array is a parameter's state. A scheduler changes the values in ``param_groups``."""
-        lazy = self._lazy(key) if callable(self._lazy) else self._lazy
+        """Whether an array is a parameter's state. A scheduler changes the values in ``param_groups``.
+
+        An optimizer that updates parameters during ``backward()`` changes their states then, too.
+        """
+        lazy = self._lazy(key) if callable(self._lazy) else self._lazy and not self._updates_in_backward
         return lazy and key.startswith("state/") and subclasses.is_tensor(array)
+
+    @cached_property
+    def _updates_in_backward(self) -> bool:
+        return any(map(laziness.is_updated_in_backward, self.stepped()))
 
     def match(self, stored: Any, saved: Saved) -> Match:
         """Restore into live memory the states that the optimizer has, and into new memory all others.

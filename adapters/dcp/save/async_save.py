@@ -25,7 +25,7 @@ from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.staging import Lazy, Staged
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
-from datastates.adapters.torch_files import no_buffer_of
+from datastates.adapters.torch_files import guarded_of
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
 from datastates.ranks.board_world import text_of
@@ -238,5 +238,5 @@ class Session:
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
     """As ``chosen``, but False for buffers of modules, which a forward pass may change."""
-    no_buffer = no_buffer_of([value for value in state_dict.values() if isinstance(value, torch.nn.Module)])
-    return lambda name, tensor: no_buffer(name, tensor) and chosen(name, tensor)
+    is_guarded = guarded_of([value for value in state_dict.values() if isinstance(value, torch.nn.Module)])
+    return lambda name, tensor: is_guarded(name, tensor) and chosen(name, tensor)
