@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.providers.nested.tree import Match, TreeProvider
-from datastates.state import devices, memory
+from datastates.state import devices, together
 from datastates.state.provider import Saved
 
 
@@ -46,8 +46,7 @@ class PickledObjectProvider(TreeProvider):
     def match(self, stored: object, saved: Saved) -> Match:
         """Restore into a new array for each stored one. The restored value is a new one, which goes to ``set``."""
         del stored
-        known = saved.arrays()
-        return Match([(key, memory.empty(known[key])) for key in self.listed(saved)], self._set)
+        return Match([*together.fresh(saved, self.listed(saved)).items()], self._set)
 
 
 class RngProvider(PickledObjectProvider):

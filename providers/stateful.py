@@ -15,7 +15,7 @@ from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.provider import OptimizerProvider
 from datastates.providers.optimizer.state_dict_tree import is_by_name, of_live_names, states_left_out
 from datastates.providers.wrap.replicated import ReplicatedProvider
-from datastates.state import arrays, devices, dtensors, memory
+from datastates.state import arrays, devices, dtensors, together
 from datastates.state.dtypes import FRACTIONS
 from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
@@ -115,8 +115,7 @@ class _ObjectProvider(TreeProvider):
             return Match([], lambda _: None)
         if self._compares(stored, saved):
             return self._match_live(stored, self.value(), saved)
-        known = saved.arrays()
-        return Match([(key, memory.fresh(known[key])) for key in self.listed(saved)], self._object.load_state_dict)
+        return Match([*together.fresh(saved, self.listed(saved)).items()], self._object.load_state_dict)
 
     def _compares(self, stored: object, saved: Saved) -> bool:
         """Whether the live state may decide which arrays are restored, and where: on which device, or as a DTensor.
@@ -143,10 +142,8 @@ class _ObjectProvider(TreeProvider):
             for ref, array in found.pairs
             if ref.key not in kept or (dtensors.is_dtensor(array) and arrays.fits(ref, array))
         }
-        known = saved.arrays()  # makes each reference on access
         like = {ref.key: array for ref, array in found.pairs}
-        new = ((key, memory.fresh(known[key], like.get(key))) for key in kept if key not in into)
-
+        new = together.fresh(saved, (key for key in kept if key not in into), like)
         added = list(stored_elsewhere(found, saved))
 
         def accept(value: Any) -> None:
@@ -155,7 +152,7 @@ class _ObjectProvider(TreeProvider):
                 add(value, path, item)
             self._object.load_state_dict(value)
 
-        return Match([*into.items(), *new], accept)
+        return Match([*into.items(), *new.items()], accept)
 
 
 def _why_refused(obj: Any, stored: object) -> str | None:

@@ -49,6 +49,11 @@ class NamedArrays(Compared, Saved):
         """Keys, in the live state, of the stored arrays of all ranks."""
         return self._live.of_provider(self.name)
 
+    def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
+        """Nothing: arrays that are found by name are restored one by one."""
+        del keys
+        return []
+
     def objects(self) -> Sequence[str]:
         """No keys: objects are not restored by name."""
         return []

@@ -93,6 +93,34 @@ class SavedState(Compared, Saved):
             self._elsewhere[key] = self._stored.find(full_key(self.name, key))
         return self._elsewhere[key]
 
+    def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
+        """The arrays among some that share memory, by memory, each with the offset where it begins, in bytes."""
+        found: dict[tuple[int, int], dict[str, int]] = {}
+        here = [key for key in keys if key in self.rows]
+        columns = self.rows.columns(here)
+        several = np.bincount(columns.record)[columns.record] > 1
+        for i in np.flatnonzero(several & columns.whole).tolist():
+            found.setdefault((-1, int(columns.record[i])), {})[here[i]] = int(columns.offset[i])
+        if self.ranks > 1:
+            wholly = {here[i] for i in np.flatnonzero(columns.whole).tolist()}
+            for rank, rows in self._rows_of_others([key for key in keys if key not in wholly]):
+                for key, row in rows.items():
+                    found.setdefault((rank, row.record), {})[key] = row.offset
+        return [group for group in found.values() if len(group) > 1]
+
+    def _rows_of_others(self, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Row]]]:
+        """For each other rank, the rows of the arrays that it alone wrote: this rank wrote nothing of them."""
+        asked: dict[int, dict[str, str]] = {}
+        for key in keys:
+            row = self.find(key)
+            if row is not None and not row.part.numel:
+                full = full_key(self.name, key)
+                for rank in self._stored.holders(full, Part.whole(row.global_shape)):
+                    asked.setdefault(rank, {})[full] = key
+        for rank, named in asked.items():
+            rows = self._stored.rows(rank, list(named))
+            yield rank, {named[full]: several[0] for full, several in rows.items() if several[0].is_whole}
+
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
         return list(self._objects)

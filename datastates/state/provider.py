@@ -40,6 +40,18 @@ class Saved(ABC):
         """Keys of the stored arrays of all ranks. This is slow for many ranks."""
 
     @abstractmethod
+    def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
+        """Tell which stored arrays share memory, as views of one buffer do.
+
+        Args:
+            keys: The keys of the arrays to look at.
+
+        Returns:
+            For each memory that several of these arrays share: where each begins in it, in bytes. Arrays of which no
+            rank saved all elements as one part are not among them.
+        """
+
+    @abstractmethod
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
 

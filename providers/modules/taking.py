@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.providers.modules.load_code import LoadCode
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
-from datastates.state import arrays, memory, subclasses
+from datastates.state import arrays, subclasses, together
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.nested import leaves
 from datastates.state.provider import Saved
@@ -103,8 +103,8 @@ class Taking:
                 self.added[name] = full
         devices = {t.device for _, t in leaves(live) if subclasses.is_tensor(t)}
         usual = devices.pop() if len(devices) == 1 else None
-        for key in keys:
-            self.new[key] = memory.fresh(known[key], found.get(key.removeprefix(self.prefix)), usual)
+        like = {key: leaf for key in keys if (leaf := found.get(key.removeprefix(self.prefix))) is not None}
+        self.new = together.fresh(self.saved, keys, like, usual)
         self._live = live if isinstance(live, dict) else {}
 
     def _gives(self, key: str) -> bool:

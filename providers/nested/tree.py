@@ -14,7 +14,7 @@ from datastates.errors import ProviderError
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
-from datastates.state import arrays, laziness, memory, subclasses
+from datastates.state import arrays, laziness, subclasses, together
 from datastates.state.depth import deeper
 from datastates.state.keys import is_inner
 from datastates.state.known_layout import Describer, Known
@@ -217,8 +217,7 @@ class TreeProvider(StateProvider):
     @staticmethod
     def inside(saved: Saved) -> list[tuple[str, object]]:
         """New arrays by key for the arrays inside pickled objects, as a restore builds new objects."""
-        stored = saved.arrays()  # makes each reference on access
-        return [(key, memory.empty(stored[key])) for key in stored if is_inner(key)]
+        return [*together.fresh(saved, filter(is_inner, saved.arrays())).items()]
 
     @deeper()
     def restore(self, shard: Shard, value: object) -> None:

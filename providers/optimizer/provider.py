@@ -20,7 +20,7 @@ from datastates.providers.optimizer.state_dict_tree import (
     with_all_states,
 )
 from datastates.providers.optimizer.stored_states import state_key
-from datastates.state import dtensors, laziness, memory, subclasses
+from datastates.state import dtensors, laziness, subclasses, together
 from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
@@ -88,9 +88,10 @@ class OptimizerProvider(TreeProvider):
         pairs = pair(stored, live, known).pairs if is_same else []
         # a rate in a tensor is replaced by a new tensor, as by torch: the optimizer's defaults may hold the old tensor
         states = [(ref.key, array) for ref, array in pairs if ref.key.startswith("state/")]
-        into = {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)}
+        into = together.in_place(saved, {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)})
         like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)
-        found = {key: into[key] if key in into else memory.fresh(known[key], like.get(key)) for key in keys}
+        new = together.fresh(saved, (key for key in keys if key not in into), like)
+        found = {key: into[key] if key in into else new[key] for key in keys}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
         added_states = [(("state", number, name), array) for number, name, array in found_added if array is not None]
 

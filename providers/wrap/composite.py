@@ -130,6 +130,11 @@ class _Part(Saved):
     def every_key(self) -> Sequence[str]:
         return _own_keys(self._child, self._saved.every_key())
 
+    def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
+        groups = self._saved.sharing([_key(self._child, key) for key in keys])
+        own = [_own_keys(self._child, group) for group in groups]
+        return [dict(zip(mine, group.values(), strict=True)) for mine, group in zip(own, groups, strict=True)]
+
     def objects(self) -> Sequence[str]:
         return _own_keys(self._child, self._saved.objects())
 

@@ -147,6 +147,9 @@ class InMemory(Saved):
     def every_key(self) -> Sequence[str]:
         return list(self._checkpoint.arrays)
 
+    def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
+        return []
+
     def objects(self) -> Sequence[str]:
         return list(self._objects)
 
