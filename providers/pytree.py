@@ -23,7 +23,7 @@ from datastates.providers.nested.stored_leaves import (
     taken_apart,
 )
 from datastates.providers.nested.tree import Match, TreeProvider
-from datastates.state import arrays, dtensors, jax_arrays, laziness
+from datastates.state import arrays, dtensors, jax_arrays, laziness, subclasses, together
 from datastates.state.depth import deeper
 from datastates.state.provider import Saved
 from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested, tied
@@ -152,8 +152,13 @@ class PytreeProvider(TreeProvider):
         pairs = [(ref.key, stands.get(id(leaf), (None, leaf))[1]) for ref, leaf in found.pairs if ref.key not in others]
         flaws = {key: flaw for key, like in pairs if (flaw := why_not_made(like)) is not None}
         saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched | flaws)
-        landed = [(key, Landing.of(like)) for key, like in pairs if key not in flaws]
-        memory = _Landed(dict(landed), saved.arrays(), saved.restored_keys)
+        known = saved.arrays()
+        tensors = {
+            k: like for k, like in pairs if subclasses.is_tensor(like) and k in known and arrays.fits(known[k], like)
+        }
+        views = together.shared(saved, tensors, tensors)
+        landed = [(key, Landing.of(like, views.get(key))) for key, like in pairs if key not in flaws]
+        memory = _Landed(dict(landed), known, saved.restored_keys)
         return Match([*landed, *self.inside(saved)], partial(self._accept, memory))
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:

@@ -51,13 +51,16 @@ class Landing:
     parts: list[tuple[HeldPart, Any]]
 
     @classmethod
-    def of(cls, like: Any) -> Landing:
-        """Allocate memory for an array like ``like``; its contents are undefined. DTensors are not supported."""
+    def of(cls, like: Any, memory: Any = None) -> Landing:
+        """Allocate memory for an array like ``like``; its contents are undefined. DTensors are not supported.
+
+        ``memory``: the memory for a tensor of torch, if it is allocated.
+        """
         if _is_of_jax(like):
             like = jax_arrays.placed(like)
             return cls(like, jax_arrays.landings(like))
         shape = tuple(like.shape)
-        return cls(like, [(HeldPart(shape, (0,) * len(shape)), _empty(like))])
+        return cls(like, [(HeldPart(shape, (0,) * len(shape)), _empty(like) if memory is None else memory)])
 
     @classmethod
     def filled(cls, like: Any, shards: Sequence[Shard]) -> Landing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from datastates._base.sizes import SMALL
@@ -24,14 +24,20 @@ def fresh(
         device: The device where there is no live tensor. A device that is not CUDA's means host memory.
     """
     like, known, keys = like or {}, saved.arrays(), dict.fromkeys(keys)
-    shared: dict[str, Any] = {}
+    views = shared(saved, keys, like, device)
+    return {key: views[key] if key in views else memory.fresh(known[key], like.get(key), device) for key in keys}
+
+
+def shared(saved: Saved, keys: Collection[str], like: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
+    """As :func:`fresh`, but only the arrays that share memory with others of the wanted ones."""
+    known, made = saved.arrays(), dict[str, Any]()
     for group in saved.sharing([key for key in keys if not dtensors.is_dtensor(like.get(key))]):
         on: dict[Any, dict[str, int]] = {}
         for key, offset in group.items():
             on.setdefault(_accelerator(like.get(key), device), {})[key] = offset
         for place, offsets in on.items():
-            shared.update(_views({key: known[key] for key in offsets}, offsets, place))
-    return {key: shared[key] if key in shared else memory.fresh(known[key], like.get(key), device) for key in keys}
+            made.update(_views({key: known[key] for key in offsets}, offsets, place))
+    return made
 
 
 def _accelerator(like: Any, usual: Any) -> Any:

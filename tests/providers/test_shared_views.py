@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates.providers import CompositeProvider, PickledObjectProvider, from_state_dict, from_stateful
+from datastates.providers import CompositeProvider, PickledObjectProvider, from_pytree, from_state_dict, from_stateful
 
 NUMBERS = (*range(40),)
 
@@ -177,7 +177,25 @@ def _in_a_list(value: Any, folder: Path) -> Any:
     return live["in"][0]
 
 
-WAYS = {"an object": _as_object, "a pickled value": _as_pickled, "a pickled object": _in_a_list}
+def _as_tree(value: Any, folder: Path) -> Any:
+    ds.snapshot([from_pytree("s", value)], folder).wait_committed()
+    provider = from_pytree("s", {key: torch.zeros_like(tensor) for key, tensor in value.items()})
+    ds.restore([provider], folder)
+    return provider.tree
+
+
+def _loaded_like(value: Any, folder: Path) -> Any:
+    ds.snapshot([from_state_dict("s", value)], folder).wait_committed()
+    return ds.load(folder, like={"s": {key: torch.zeros_like(tensor) for key, tensor in value.items()}})["s"]
+
+
+WAYS = {
+    "a tree": _as_tree,
+    "load like": _loaded_like,
+    "an object": _as_object,
+    "a pickled value": _as_pickled,
+    "a pickled object": _in_a_list,
+}
 PAIRS: dict[str, Callable[[torch.Tensor], Sequence[Any]]] = {
     "a tail": lambda t: (t, t[3:]),
     "two parts": lambda t: (t[:20], t[10:]),
