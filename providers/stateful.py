@@ -8,6 +8,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.providers.modules.provider import ModuleProvider
 from datastates.providers.modules.wrappers import Unwrapped
+from datastates.providers.nested.composed import check_boxes, placed_like
 from datastates.providers.nested.other_ranks import stored_elsewhere
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.state_dict import Stateful
@@ -18,6 +19,7 @@ from datastates.providers.wrap.replicated import ReplicatedProvider
 from datastates.state import arrays, devices, dtensors, together
 from datastates.state.dtypes import FRACTIONS
 from datastates.state.keys import component
+from datastates.state.nested import leaves
 from datastates.state.provider import Saved, StateProvider
 
 
@@ -133,6 +135,7 @@ class _ObjectProvider(TreeProvider):
         cut = of_live_names(stored, live)
         left_out = states_left_out(stored, cut)
         saved.report(unexpected=left_out)
+        check_boxes(self.name, self.listed(saved), lambda: dict(leaves(live)))
         found = pair(cut, live, saved.arrays())
         unwanted = tuple(f"{key}/" for key in left_out)
         kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
@@ -150,7 +153,7 @@ class _ObjectProvider(TreeProvider):
             value = of_live_names(value, live)
             for path, item in added:
                 add(value, path, item)
-            self._object.load_state_dict(value)
+            self._object.load_state_dict(placed_like(value, live))
 
         return Match([*into.items(), *new.items()], accept)
 

@@ -27,17 +27,22 @@ def kind_of(value: Any) -> str | None:
     A value with the result None is pickled. These are sparse, quantized, nested and meta tensors; subclasses of tensors
     and arrays; JAX's tracers and typed random keys; and arrays of element types that are not in
     :data:`datastates.state.dtypes.ALL`. Two kinds of subclass are ``"torch"``: DTensors, whose local tensor is stored,
-    and subclasses of ``torch.nn.Parameter`` that torch pickles as parameters.
+    and subclasses of ``torch.nn.Parameter`` that torch pickles as parameters. A DTensor whose local tensor consists of
+    others, as torchao's do, is pickled.
     """
     torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return "torch" if _is_plain_tensor(torch, value) or dtensors.is_dtensor(value) else None
+        return "torch" if _is_plain_tensor(torch, value) or _is_memory_of_dtensor(value) else None
     if type(value) in (np.ndarray, np.memmap):
         return "numpy" if _numpy_dtype(value.dtype) else None
     cupy: Any = loaded("cupy")
     if cupy is not None and type(value) is cupy.ndarray:
         return "cupy" if _numpy_dtype(value.dtype) else None
     return "jax" if jax_arrays.is_array(value) and _numpy_dtype(value.dtype) else None
+
+
+def _is_memory_of_dtensor(value: Any) -> bool:
+    return dtensors.is_dtensor(value) and not subclasses.is_composed(dtensors.local(value))
 
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:

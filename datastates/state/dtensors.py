@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,39 @@ def local(value: Any) -> Any:
         return value
     tensor = value._local_tensor  # to_local() would make an autograd node, which takes microseconds
     return tensor.wait() if hasattr(tensor, "wait") else tensor  # the result of a collective that may still run
+
+
+def box_of(key: str, dtensor: Any) -> str:
+    """This rank's box of a DTensor as a text that can stand in a key, such as ``0-32of64,0-8of8``.
+
+    Args:
+        key: Key of the DTensor, for messages.
+        dtensor: The DTensor. Its local tensor need not be plain memory.
+
+    Raises:
+        ProviderError: The local tensor is not one box of the logical tensor.
+    """
+    held = tuple(local(dtensor).shape)
+    part = Meshes([dtensor]).part(key, dtensor, held)
+    begins = part.offset or ()
+    return ",".join(f"{a}-{a + n}of{size}" for a, n, size in zip(begins, held, part.global_shape, strict=False))
+
+
+def around(like: Any, tensor: Any) -> Any:
+    """Make a DTensor that is placed like another one, over a new local tensor of the same shape.
+
+    Raises:
+        ProviderError: The tensor has another shape than the local tensor of ``like``.
+    """
+    if tensor.shape != local(like).shape:
+        shapes = f"{tuple(tensor.shape)} in the checkpoint, {tuple(local(like).shape)} in the live state"
+        raise ProviderError(f"a DTensor with a local tensor of another shape: {shapes}")
+    spec = like._spec
+    if spec.tensor_meta.dtype != tensor.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=tensor.dtype))
+    torch = loaded("torch")
+    made = torch.distributed.tensor.DTensor(tensor.detach(), spec, requires_grad=False)
+    return torch.nn.Parameter(made, like.requires_grad) if is_parameter(like) else made
 
 
 class Meshes:

@@ -10,6 +10,7 @@ root. Any other dictionary key is its ``repr`` with the prefix ``~3``. For examp
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _INTEGER = re.compile(r"-?[0-9]+\Z")
 INNER = "~5"
@@ -51,3 +52,22 @@ def is_inner(key: str) -> bool:
 def join(prefix: str, part: object) -> str:
     """Append a component to the key ``prefix``; the empty prefix is the root."""
     return f"{prefix}/{component(part)}" if prefix else component(part)
+
+
+_OF_RANK = re.compile(re.escape(INNER) + r"@[0-9]+@([^:]*):([^/]*)(?:/|\Z)")
+
+
+def of_rank(rank: int, box: str, key: str) -> str:
+    """The key of arrays inside one rank's part of the DTensor ``key``; ``box`` is the part's place as a text."""
+    return f"{INNER}@{rank}@{box}:{component(key)}"
+
+
+def is_of_rank(key: str) -> bool:
+    """Whether a key is inside of one that :func:`of_rank` made."""
+    return key.startswith(f"{INNER}@")
+
+
+def boxes(keys: Iterable[str]) -> dict[str, str]:
+    """The boxes of the DTensors whose parts are stored under keys of :func:`of_rank`, each by the DTensor's key."""
+    found = (_OF_RANK.match(key) for key in keys if is_of_rank(key))
+    return {str(parts(match[2])[0]): match[1] for match in found if match}

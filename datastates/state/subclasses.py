@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datastates._base.loaded import loaded
+from datastates.state import dtensors
 
 
 def is_tensor(value: object) -> bool:
@@ -54,7 +55,15 @@ def take_attributes(live: object, restored: object) -> None:
 
 
 def beside(live: Any, restored: Any) -> Any:
-    """Move a restored tensor to the device of the live tensor that it replaces; return other values as they are."""
+    """Move a restored tensor to the device of the live tensor that it replaces; return other values as they are.
+
+    A tensor that consists of others and replaces a DTensor is this rank's part of it, and becomes a DTensor.
+
+    Raises:
+        ProviderError: The part has another shape than this rank's part of the live DTensor.
+    """
+    if dtensors.is_dtensor(live) and is_composed(restored) and not dtensors.is_dtensor(restored):
+        return dtensors.around(live, beside(dtensors.local(live), restored))
     if not (is_tensor(live) and is_tensor(restored)) or is_uninitialized(restored) or _is_on(restored, live.device):
         return restored
     parameter = loaded("torch").nn.Parameter

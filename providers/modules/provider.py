@@ -11,6 +11,7 @@ from datastates.providers.modules.changes import changing
 from datastates.providers.modules.load_code import LoadCode, place_of
 from datastates.providers.modules.taking import Taking
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
+from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.state import arrays, dtensors, laziness, storages
@@ -76,8 +77,10 @@ class ModuleProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         """Restore into live memory if ``load_state_dict`` would only copy; into new memory values to give to it."""
-        taking = Taking.of(self._wrapped, self.value(), stored, saved, self.listed(saved))
+        live: Any = self.value()
+        taking = Taking.of(self._wrapped, live, stored, saved, self.listed(saved))
         saved.report(missing=taking.missing, unexpected=taking.unexpected, mismatched=taking.mismatched)
+        check_boxes(self.name, self.listed(saved), lambda: {taking.prefix + k: t for k, t in live.items()})
         copied = ((key, taking.code.copied[name]) for name, key in taking.copied.items())
 
         def accept(value: Any) -> None:

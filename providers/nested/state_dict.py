@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from datastates.container.pickle_torch import is_generator
+from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.sameness import own_key, same
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
 from datastates.state import arrays, laziness
-from datastates.state.nested import with_items
+from datastates.state.nested import leaves, with_items
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
 from datastates.state.subclasses import beside, take_attributes
@@ -86,6 +87,7 @@ class _ContainerProvider(TreeProvider):
     def match(self, stored: object, saved: Saved) -> Match:
         live = self.value()
         cut = of_live_names(stored, live)
+        check_boxes(self.name, self.listed(saved), lambda: dict(leaves(live)))
         found = pair(cut, live, saved.arrays())
         mismatched = dict(found.mismatched)
         if callable(self._source) and self.value() is not live:

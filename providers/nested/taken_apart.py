@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from datastates.providers.nested.freezing import Copies, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
 from datastates.state import arrays, dtensors, laziness, storages, subclasses
 from datastates.state.depth import DEEPEST, deeper
-from datastates.state.keys import INNER, component, is_inner, join
+from datastates.state.keys import INNER, component, is_inner, is_of_rank, join, of_rank
 from datastates.state.known_layout import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
@@ -132,7 +132,26 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
         tree._objects = Copies.of(walk.opaque, walk.opaque_keys, walk.inner, walk.found)
     found = walk.found
     tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [lazy for _, _, lazy in found])
+    if walk.composed:
+        tree.shards = _beside(tree.shards, walk.composed)
     return tree
+
+
+def _beside(shards: Sequence[Shard], composed: Sequence[object]) -> list[Shard]:
+    """Describe arrays beside DTensors whose local tensors consist of others: the ranks of all DTensors hold them.
+
+    Only this rank holds the arrays inside these local tensors.
+    """
+    meshes = dtensors.Meshes([*(shard.source for shard in shards), *composed])
+    placed = []
+    for shard in shards:
+        if not is_of_rank(shard.key):
+            part = meshes.part(shard.key, shard.source, shard.shape)
+            shard = replace(shard, replicas=part.replicas, owner=part.owner)
+        else:
+            shard = replace(shard, replicas=(), owner=None)
+        placed.append(shard)
+    return placed
 
 
 class _Walk:
@@ -141,12 +160,14 @@ class _Walk:
     Attributes:
         found: The arrays: key, array, and whether it is lazy.
         opaque, opaque_keys: The objects to pickle, and their keys for messages.
+        composed: The DTensors whose local tensors consist of others.
     """
 
     def __init__(self, lazy: Lazy, detached: bool) -> None:
         self.found: list[tuple[str, Any, bool]] = []
         self.opaque: list[object] = []
         self.opaque_keys: list[str] = []
+        self.composed: list[object] = []
         self._lazy = lazy
         self._detached = detached
         self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
@@ -197,6 +218,8 @@ class _Walk:
             return self._tuple(item, key)
         if is_plain(item):
             return item
+        if dtensors.is_dtensor(item):
+            return self._composed(item, key)
         if subclasses.is_tensor(item):  # sparse, meta and the like
             return self._odd_tensor(item, key)
         if storages.is_storage(item):
@@ -241,6 +264,15 @@ class _Walk:
         self._made.append(parts)
         leaf = self._copies[id(item)] = self._dressed(inner_key, memory, parts[1][1], parts[1][3])
         return leaf
+
+    def _composed(self, item: Any, key: str) -> object:
+        """Copy a DTensor whose local tensor consists of others: the local tensor, under keys of this rank alone."""
+        self.composed.append(item)
+        local, shown = dtensors.local(item), self._shown(key)
+        inner_key = of_rank(item.device_mesh.get_rank(), dtensors.box_of(shown, item), shown)
+        self._outer[inner_key] = key
+        call = self._copies[id(item)] = self._call(local, local.__reduce_ex__(PROTOCOL)[:2], inner_key)
+        return call
 
     def _storage(self, item: object, key: str) -> ArrayLeaf:
         """Copy a torch storage as an array of its bytes."""

@@ -8,16 +8,19 @@ from functools import cached_property
 from typing import Any
 
 from datastates._base.loaded import loaded
+from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
 from datastates.providers.optimizer.parameter_names import in_live_order, name_differences
 from datastates.providers.optimizer.state_dict_tree import (
+    dtensor_states,
     group_differences,
     live_where_not_restored,
     other_shapes,
     parameters_of_states,
     with_all_states,
+    with_parameters,
 )
 from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import dtensors, laziness, subclasses, together
@@ -78,6 +81,8 @@ class OptimizerProvider(TreeProvider):
             saved.report(mismatched=differences)
             return Match([], lambda _: None)
         is_same = ordered is stored
+        places = dtensor_states(ordered, self._optimizer)
+        check_boxes(self.name, self.listed(saved), lambda: places)
         stored, added = with_all_states(ordered, saved)
         known = saved.arrays()
         keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
@@ -105,6 +110,10 @@ class OptimizerProvider(TreeProvider):
                 add(value, path, item)
             if is_plain:
                 value = live_where_not_restored(in_live_order(value, live), self._optimizer)
+            for number, _, states in with_parameters(value, self._optimizer) if places else ():
+                for name, item in states.items():
+                    if subclasses.is_composed(item):
+                        states[name] = subclasses.beside(places.get(state_key(number, name)), item)
             self._optimizer.load_state_dict(value)
             if is_plain and (cast := uncast(self._optimizer, value, keeps)):
                 _log.warning("%r: torch has converted states to the type of their parameters: %s", self.name, cast)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
+from datastates.state import dtensors
 from datastates.state.keys import component, join
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
@@ -66,6 +67,18 @@ def parameters_of_states(stored: Any, optimizer: Any) -> dict[str, Any]:
         for name, state in states.items()
         if isinstance(state, ArrayRef) and state.shape == tuple(parameter.shape)
     }
+
+
+def dtensor_states(stored: Any, optimizer: Any) -> dict[str, Any]:
+    """The DTensor that each stored state belongs to, by the state's key: the live state, or else its parameter."""
+    found = {}
+    for number, parameter, states in with_parameters(stored, optimizer):
+        if dtensors.is_dtensor(parameter):
+            live = optimizer.state.get(parameter, {})
+            for name in states:
+                held = live.get(name)
+                found[state_key(number, name)] = held if dtensors.is_dtensor(held) else parameter
+    return found
 
 
 def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
