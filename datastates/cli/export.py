@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "tied": done.tied,
                 "objects": done.objects,
                 "unproven": done.unproven,
+                "metadata": done.metadata,
             }
         )
     else:
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"{printable(name)} is the same tensor as {printable(kept)}, which is written once")
         for key in done.objects:
             say(f"{as_key(key)}: what is no tensor in it is left out")
+        for name in done.metadata:
+            say(f"{printable(name)}: this metadata of the source has no place in the target, and is left out")
         if done.source == own.NAME:
             for key in done.unproven:
                 say(f"{as_key(key)} matches its checksums; it has no digest")

@@ -16,9 +16,12 @@ from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_tabl
 from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
-from datastates.reading.tensors import TensorFile
+from datastates.reading.tensors import Metadata, TensorFile
 
 WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
+
+_LONGEST = 80
+"""Most characters that are shown of a text."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -31,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
         files = opened.files
-    kind, path = opened.format, opened.tensors.path
+    kind, path, metadata = opened.format, opened.tensors.path, opened.tensors.metadata
     tensors = combine([one.shards for one in files])
     digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
     described = [_describe(one, digests) for one in files]
@@ -42,11 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     found = modules({t["key"]: t["bytes"] for t in assembled})
     if arguments.json:
         listed = [{"name": name, "arrays": arrays, "bytes": nbytes} for name, arrays, nbytes in found]
-        print_json({"format": kind, "modules": listed, "containers": described, "tensors": assembled})
+        texts = {"metadata": dict(metadata.texts), "index_metadata": dict(metadata.index)}
+        print_json({"format": kind, **texts, "modules": listed, "containers": described, "tensors": assembled})
         return 0
     place = described[0]["file"] if len(described) == 1 else path
     say(f"{place}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}")
     say(_sums(len(tensors), assembled, objects=sum(len(one["objects"]) for one in described)))
+    _print_metadata(metadata)
     _print_modules(found)
     say("")
     if len(described) == 1:
@@ -64,6 +69,16 @@ def _sums(count: int, shown: Sequence[dict[str, Any]], *, objects: int) -> str:
     types = ", ".join(f"{as_size(n)} of {name}" for name, n in sorted(by_type.items(), key=lambda item: -item[1]))
     arrays = f"{len(shown)} of {count} arrays, {as_size(sum(by_type.values()))}"
     return f"{arrays}{types and f' ({types})'}; {objects} object(s)"
+
+
+def _print_metadata(metadata: Metadata) -> None:
+    """Print each text beside the tensors in one line, the beginning of a long one."""
+    for name, value in {**metadata.index, **metadata.texts}.items():
+        text = printable(str(value))
+        more = f"... ({len(text)} characters)" if len(text) > _LONGEST else ""
+        say(f"metadata {printable(name)}: {text[:_LONGEST]}{more}")
+    for name in metadata.differing:
+        say(f"metadata {printable(name)}: differs from file to file")
 
 
 def _print_modules(found: Sequence[Module]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting import torch_layout
 from datastates.exporting.copying import Copier, Origin, window_nbytes
+from datastates.exporting.frame import File
 from datastates.exporting.naming import choose, matches, names_of
 from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
 from datastates.reading.casting import FLOATS
-from datastates.reading.tensors import Tensors
+from datastates.reading.tensors import Metadata, Tensors
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
 from datastates.storage import store_of
@@ -50,6 +52,8 @@ class Exported:
             objects of the providers whose tensors were exported.
         unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
             that has checksums of its chunks, as this package's checkpoints do.
+        metadata: Names of metadata of safetensors that was left out: a file for torch has no place for it, or the files
+            of the source differ in it.
     """
 
     source: str
@@ -60,6 +64,7 @@ class Exported:
     tied: dict[str, str]
     objects: tuple[str, ...]
     unproven: tuple[str, ...]
+    metadata: tuple[str, ...]
 
 
 def cast_type(dtype: object) -> str | None:
@@ -117,12 +122,7 @@ def export(
     ]
     named = {names[key]: names[kept] for key, kept in tied.items()}
     block = window_nbytes([(origins[tensor.key].row.dtype.name, tensor.dtype) for tensor in tensors])
-    if is_torch(target):
-        planned = [torch_layout.file_of(target.name, tensors, named, block)]
-    elif is_file(target):
-        planned = [layout.file_of(target.name, tensors, named, block)]
-    else:
-        planned = layout.files_of(tensors, named, shard_nbytes or layout.parse_size("5GB"), block)
+    planned, omitted = _plan(target, tensors, named, stored.metadata, shard_nbytes, block)
     total = sum(file.nbytes for file in planned)
     made = executor(max(file.nbytes for file in planned))
     with contextlib.closing(made), _pending(place_of_partial(target)) as pending:
@@ -130,7 +130,7 @@ def export(
         for file in planned:
             copier.copy(pending.file(file.name), file)
         if len(planned) > 1:
-            store_of(target).create(pending.file(layout.INDEX), layout.index_of(planned))
+            store_of(target).create(pending.file(layout.INDEX), layout.index_of(planned, stored.metadata.index))
         _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
@@ -142,7 +142,31 @@ def export(
         named,
         tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
+        omitted,
     )
+
+
+def _plan(
+    target: Location,
+    tensors: Sequence[Tensor],
+    tied: Mapping[str, str],
+    metadata: Metadata,
+    shard_nbytes: int | None,
+    block: int,
+) -> tuple[list[File], tuple[str, ...]]:
+    """Lay out the files of an export. Returns them, and the names of metadata that they have no place for."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.index.items()}
+    texts |= metadata.texts
+    if is_torch(target):
+        lost = *(name for name in texts if name != "format"), *metadata.differing
+        return [torch_layout.file_of(target.name, tensors, tied, block)], lost
+    if is_file(target):
+        return [layout.file_of(target.name, tensors, tied, texts, block)], metadata.differing
+    most = shard_nbytes or layout.parse_size("5GB")
+    planned = layout.files_of(tensors, tied, metadata.texts, most, block)
+    if len(planned) == 1:  # there is no index
+        planned = layout.files_of(tensors, tied, texts, most, block)
+    return planned, metadata.differing
 
 
 def _why_nothing(stored: Tensors) -> str:

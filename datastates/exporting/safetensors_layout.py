@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,9 @@ def parse_size(text: str) -> int:
     return size
 
 
-def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: int, block: int) -> list[File]:
+def files_of(
+    tensors: Sequence[Tensor], tied: Mapping[str, str], texts: Mapping[str, str], shard_nbytes: int, block: int
+) -> list[File]:
     """Distribute tensors over the safetensors files of a folder.
 
     They stay in order. A file begins where a tensor would make the one before longer than ``shard_nbytes``, header
@@ -46,6 +49,7 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
     Args:
         tensors: The tensors.
         tied: For each name that shares its tensor with another name, that other name.
+        texts: Further metadata for each file, by name.
         shard_nbytes: Most bytes of tensors in a file.
         block: Longest extent in bytes.
 
@@ -61,31 +65,34 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
         groups[-1].append(tensor)
         room -= tensor.nbytes
     if len(groups) == 1:
-        return [file_of("model.safetensors", groups[0], tied, block)]
+        return [file_of("model.safetensors", groups[0], tied, texts, block)]
     count = len(groups)
     return [
-        file_of(f"model-{number:05}-of-{count:05}.safetensors", group, tied, block)
+        file_of(f"model-{number:05}-of-{count:05}.safetensors", group, tied, texts, block)
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
+def file_of(
+    name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], texts: Mapping[str, str], block: int
+) -> File:
     """Lay tensors out in one safetensors file.
 
     The metadata names tied tensors as ``safetensors.torch.save_model`` does. The tensors begin on a page, so that
     tensors of whole pages can share their blocks with the checkpoint. Raises as :func:`files_of` does.
     """
     here = {tensor.name for tensor in tensors}
-    metadata = {"format": "pt", **{name: kept for name, kept in tied.items() if kept in here and name != "format"}}
+    ties = {name: kept for name, kept in tied.items() if kept in here and name != "format"}
+    metadata = {"format": "pt", **texts, **ties}
     ordered = [tensors[i] for i in file_order(tensors)]
     header = encode_header(ordered, metadata, PAGE)
     sizes = np.array([tensor.nbytes for tensor in ordered], np.uint64)
     return File(name, ordered, write.plan_dense_write(sizes, range(len(ordered)), len(header), block), header)
 
 
-def index_of(files: Sequence[File]) -> bytes:
-    """Encode the index of several files, which names the file of each tensor, as JSON."""
+def index_of(files: Sequence[File], metadata: Mapping[str, Any]) -> bytes:
+    """Encode the index of several files, which names the file of each tensor, as JSON, with further metadata."""
     weights = {tensor.name: file.name for file in files for tensor in file.tensors}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": weights}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -21,7 +21,7 @@ from datastates.formats.format import Problem
 from datastates.reading.new_arrays import NewArrays
 from datastates.reading.new_tensors import is_one_row
 from datastates.reading.proof import crc_of_record
-from datastates.reading.tensors import Found, FoundRow, Held
+from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
 from datastates.storage.location import Location
@@ -53,6 +53,15 @@ class Foreign:
     def tensors(self) -> Foreign:
         """The checkpoint itself, as the protocol of logical tensors."""
         return self
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The texts in the headers of its files."""
+        texts: dict[str, set[str]] = {}
+        for name, text in (item for file in self.files for item in file.metadata.items()):
+            texts.setdefault(name, set()).add(text)
+        differing = tuple(name for name, found in texts.items() if len(found) > 1)
+        return Metadata({name: text for name, (text, *more) in texts.items() if not more}, {}, differing)
 
     # --- its tensors
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -72,9 +73,11 @@ class ForeignFile(RecordFile):
     Attributes:
         shards: The tensors.
         objects: Its objects that are no tensors.
+        metadata: The texts in its header, by name, if it is a file of safetensors.
     """
 
     checked = False
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 from datastates.errors import FormatError, StorageError
 from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.formats.json_field import read_field
+from datastates.formats.json_field import read_object
 from datastates.formats.torch_file import TorchFile
+from datastates.reading.tensors import Metadata
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -39,7 +43,7 @@ def open(path: Location) -> Foreign:
     assert first is not None
     if not first.name.endswith(_INDEX):
         return Foreign(NAME, path, [_open_file(first)])
-    weights = _read_index(first)
+    weights, metadata = _read_index(first)
     names = list(dict.fromkeys(weights.values()))
     missing = [name for name in names if not store_of(path).is_file(path / name)]
     if missing:
@@ -49,16 +53,37 @@ def open(path: Location) -> Foreign:
     refuse_repeated(path, files)
     held = {name: file.shards.by_key for name, file in zip(names, files, strict=True)}
     lacking = [Problem(first, key, f"is not in {name}") for key, name in weights.items() if key not in held[name]]
-    return Indexed(NAME, path, files, lacking)
+    return Indexed(NAME, path, files, lacking, metadata)
 
 
 class Indexed(Foreign):
     """The weights of a model in several files, with an index."""
 
-    def __init__(self, format: str, path: Location, files: Sequence[ForeignFile], lacking: Sequence[Problem]) -> None:
-        """Take the opened files, and a problem for each tensor that only the index names: the rest is readable."""
+    def __init__(
+        self,
+        format: str,
+        path: Location,
+        files: Sequence[ForeignFile],
+        lacking: Sequence[Problem],
+        index_metadata: Mapping[str, Any],
+    ) -> None:
+        """Take the opened files.
+
+        Args:
+            format: The name of the format.
+            path: The folder.
+            files: The files.
+            lacking: A problem for each tensor that only the index names: the rest is readable.
+            index_metadata: The metadata in the index.
+        """
         super().__init__(format, path, files)
         self._lacking = lacking
+        self._index_metadata = index_metadata
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The texts in the headers of its files, and what the index says beside the sum of their sizes."""
+        return replace(super().metadata, index={k: v for k, v in self._index_metadata.items() if k != "total_size"})
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Verify as :meth:`Foreign.verify` does, and name the tensors that the files lack."""
@@ -82,10 +107,11 @@ def _found(path: Location) -> Location | None:
     return path / indexes[0] if len(indexes) == 1 else path / files[0] if len(files) == 1 else None
 
 
-def _read_index(path: Location) -> dict[str, str]:
-    """Read an index: the file name of each tensor, by key."""
-    weights = read_field(path, "weight_map", "index of weights", most=_MOST_INDEX)
+def _read_index(path: Location) -> tuple[dict[str, str], dict[str, Any]]:
+    """Read an index: the file name of each tensor, by key, and the metadata in it."""
+    index = read_object(path, "weight_map", "index of weights", most=_MOST_INDEX)
+    weights, metadata = index["weight_map"], index.get("metadata")
     names = weights.values() if isinstance(weights, dict) else ()
     if not names or not all(isinstance(name, str) and Location(name).name == name for name in names):
         raise FormatError(f"{path} is no index of weights: an index names files beside it, and at least one")
-    return dict(weights)
+    return dict(weights), metadata if isinstance(metadata, dict) else {}

@@ -1,4 +1,4 @@
-"""Reads one field of a JSON file that another tool wrote."""
+"""Reads fields of a JSON file that another tool wrote."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from datastates.storage.location import Location
 
 
 def read_field(path: Location, field: str, what: str, *, most: int) -> Any:
-    """The value of a field of the outermost object in a JSON file.
+    """The value of a field of the outermost object in a JSON file; arguments and errors as for :func:`read_object`."""
+    return read_object(path, field, what, most=most)[field]
+
+
+def read_object(path: Location, field: str, what: str, *, most: int) -> dict[str, Any]:
+    """The outermost object in a JSON file.
 
     Args:
         path: The file.
-        field: The name of the field.
+        field: The name of a field that it must have.
         what: The name of this kind of file, for messages.
         most: Longest file in bytes that is accepted.
 
@@ -27,6 +32,8 @@ def read_field(path: Location, field: str, what: str, *, most: int) -> Any:
     if (nbytes := store.length(path)) > most:
         raise FormatError(f"{path} is no {what}: it has {nbytes} bytes, too many")
     try:
-        return json.loads(store.read(path, 0, nbytes))[field]
+        found: dict[str, Any] = json.loads(store.read(path, 0, nbytes))
+        found[field]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is no {what}: {type(error).__name__}: {error}") from error
+    return found

@@ -69,7 +69,7 @@ def open_file(path: Location) -> ForeignFile:
     """Open a safetensors file, a whole checkpoint or a shard; raises as :func:`open` does."""
     nbytes = store_of(path).length(path)
     with naming(str(path)):
-        header, begin = _header(reader(path), nbytes)
+        header, begin, metadata = _header(reader(path), nbytes)
         records: list[Record] = []
         tensors: list[tuple[int, Shard]] = []
         for name, entry in header.items():
@@ -82,11 +82,13 @@ def open_file(path: Location) -> ForeignFile:
                 raise FormatError(f"{name!r} has another length than its shape")
         if begin + sum(record.nbytes for record in records) != nbytes:
             raise FormatError("its tensors overlap, or are not all that follows its header")
-    return ForeignFile(path, nbytes, records, tensors)
+    file = ForeignFile(path, nbytes, records, tensors)
+    file.metadata = metadata
+    return file
 
 
-def _header(read: Callable[[int, int], bytes], nbytes: int) -> tuple[dict[str, _Entry], int]:
-    """The header's entry of each tensor by its name, and the header's end."""
+def _header(read: Callable[[int, int], bytes], nbytes: int) -> tuple[dict[str, _Entry], int, dict[str, str]]:
+    """The header's entry of each tensor by its name, the header's end, and the metadata in it."""
     end = _LENGTH + int.from_bytes(read(0, min(nbytes, _LENGTH)), "little")
     if nbytes < _LENGTH or end > min(nbytes, _LENGTH + MOST_HEADER):
         raise FormatError("its header is cut short, or too long")
@@ -98,7 +100,7 @@ def _header(read: Callable[[int, int], bytes], nbytes: int) -> tuple[dict[str, _
         place = "".join(f", {part!r}" for part in first["loc"])
         raise FormatError(f"its header{place}: {first['msg']}") from None
     json.loads(text, object_pairs_hook=_refuse_twice, parse_int=_refuse_negative)
-    return header.__pydantic_extra__, end
+    return header.__pydantic_extra__, end, header.metadata or {}
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:

@@ -69,6 +69,14 @@ class Checkpoint(Mapping[str, Any]):
         """The training step that the checkpoint was saved at; None if a checkpoint of another format does not say."""
         return self._stored.step
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The texts that files of safetensors hold beside their tensors, as ``safe_open(...).metadata()`` gives them.
+
+        Empty for all other checkpoints. Of several files, those that are alike in each file that has them.
+        """
+        return dict(self._stored.metadata.texts)
+
     def __len__(self) -> int:
         """The number of arrays; raises as :meth:`__iter__` does."""
         with self._lock:

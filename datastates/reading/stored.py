@@ -22,7 +22,7 @@ from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
-from datastates.reading.tensors import Found, FoundRow, Held
+from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 from datastates.storage import store_of
@@ -320,6 +320,11 @@ class Stored:
             rank, path = min(self.lost.items())
             raise lost_container(path, rank, self.head.ranks)
         return tables[0].by_key if len(tables) == 1 else dict.fromkeys(key for table in tables for key in table.by_key)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Nothing: its files hold state only."""
+        return Metadata()
 
     @property
     def is_listed(self) -> bool:

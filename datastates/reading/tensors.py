@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -125,6 +125,21 @@ class Found(Sequence[Sequence[FoundRow]]):
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What files of safetensors hold beside their tensors. Files of other kinds hold nothing of it.
+
+    Attributes:
+        texts: The texts in the headers, by name.
+        index: The metadata in the index of several files, without the sum of their sizes.
+        differing: Names of texts that differ from header to header. They are not in ``texts``.
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    index: Mapping[str, Any] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+
+
 class Tensors(Protocol):
     """The logical tensors of one checkpoint, by full key, and where their bytes lie."""
 
@@ -135,6 +150,10 @@ class Tensors(Protocol):
     @property
     def step(self) -> int | None:
         """The training step that the checkpoint was saved at; None if it does not say."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What its files hold beside tensors."""
 
     @property
     def lost(self) -> Mapping[int, Location]:
