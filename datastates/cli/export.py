@@ -16,7 +16,7 @@ from datastates.exporting.export import CASTS
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
 
-WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
+WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless all that is read is proven"
 _OPTION = re.compile("(keys|rename|dtype|shard_size|step):")
 """The beginning of an error message about an argument of ``export()``. The shell knows the argument as an option."""
 PATTERN = "re:"
@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="OLD=NEW",
         help="replace the prefix OLD of a name, or what the regular expression re:OLD matches; repeatable",
     )
-    add("--dtype", choices=[*CASTS], help="cast floating-point tensors to this type; default: as saved")
+    add("--dtype", choices=[*CASTS], help="cast floating-point tensors to this type; default: no cast")
     add("--shard-size", metavar="SIZE", help="most bytes of tensors in a file of a folder; default: 5GB")
 
 
@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "objects": done.objects,
                 "unproven": done.unproven,
                 "metadata": done.metadata,
+                "cast": done.cast,
             }
         )
     else:
@@ -95,6 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
             what = proven if done.unproven else "every tensor matches its checksum"
             say(f"{arguments.source} is {done.source}: {what}")
         how = "as saved" if done.source == own.NAME else "as read"
+        if done.cast:
+            rest = f", the others {how}" if len(done.cast) < done.tensors else ""
+            how = f"{len(done.cast)} cast to {arguments.dtype}{rest}"
         say(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), {how}")
     return 0
 

@@ -54,6 +54,7 @@ class Exported:
             that has checksums of its chunks, as this package's checkpoints do.
         metadata: Names of metadata of safetensors that was left out: a file for torch has no place for it, or the files
             of the source differ in it.
+        cast: Full keys of tensors that were cast to another type.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Exported:
     objects: tuple[str, ...]
     unproven: tuple[str, ...]
     metadata: tuple[str, ...]
+    cast: tuple[str, ...]
 
 
 def cast_type(dtype: object) -> str | None:
@@ -143,6 +145,7 @@ def export(
         tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
         omitted,
+        tuple(tensor.key for tensor in tensors if tensor.dtype != origins[tensor.key].row.dtype.name),
     )
 
 

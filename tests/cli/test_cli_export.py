@@ -37,3 +37,18 @@ def test_a_target_that_cannot_be_made_is_no_damage(root: Path, capsys: pytest.Ca
         ds.export(root, "/proc/such")
     assert "looks whole" not in str(caught.value)
     assert run(capsys, "export", root, "/proc/such")[0] == 1
+
+
+def test_what_was_cast_is_not_called_as_saved(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"w": np.ones(3), "half": np.ones(2, np.float16), "n": np.arange(3)}
+    ds.snapshot([from_state_dict("s", state)], tmp_path / "mixed").wait_committed()
+    last = [
+        run(capsys, "export", tmp_path / source, tmp_path / f"{i}.pt", *options)[1]
+        .splitlines()[-1]
+        .rpartition("), ")[2]
+        for i, (source, options) in enumerate(
+            {"mixed": ["--dtype", "fp16"], "runs": ["--dtype", "fp32"], "mixed/rank-00000.pt": []}.items()
+        )
+    ]
+    assert last == ["1 cast to fp16, the others as saved", "1 cast to fp32", "as saved"]
+    assert ds.export(tmp_path / "mixed", tmp_path / "3.pt", dtype="fp32").cast == ("s/w", "s/half")
