@@ -54,5 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         output.complain(advice)
     elif opened is not None and not (arguments.json or problems):
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]
-        say(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")
+        what.append(f"{as_size(nbytes)} in {len(opened.files)} file(s)")
+        say(f"{path}: {', '.join(what)}, {opened.proof}")
     return 1 if problems or damage else 0

@@ -91,6 +91,16 @@ def test_inspect_prints_one_line_a_key(root: Path, capsys: pytest.CaptureFixture
     assert [line.split()[0] for line in inspected(capsys, root)[1][1:]] == ["s/w", r"s/odd\nkey", "s"]
 
 
+def test_verify_says_only_what_there_is_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one"
+    ds.snapshot([from_state_dict("s", {"w": np.ones(3)})], path).wait_committed()
+    for checked in (path, path / "rank-00000.pt"):
+        status, output = run(capsys, "verify", checked)
+        assert status == 0
+        assert output.startswith(f"{checked}: ")
+        assert ": ," not in output
+
+
 def test_verify_names_the_key_that_is_wrong(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "verify", root)[1]["ok"] is True
     file = root / "step-00000020" / "rank-00000.pt"
