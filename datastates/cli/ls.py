@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from datastates.cli.arguments import as_location
@@ -14,6 +15,7 @@ from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
+from datastates.formats.recognise import Other
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -25,13 +27,13 @@ _SECONDS = 2.0
 class _Listing(NamedTuple):
     """What a directory has: descriptions of checkpoints, names of debris and of entries without a manifest.
 
-    ``others`` has the format of each checkpoint of another format, by name.
+    ``others`` has each checkpoint of another format, or under another name than that of a step, by name.
     """
 
     found: list[dict[str, Any]]
     left: list[str]
     foreign: list[str]
-    others: dict[str, str]
+    others: dict[str, Other]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +63,7 @@ def _look(path: Location) -> _Listing:
     if kind is own and store_of(path).is_folder(path):
         return _Listing([_describe(path)], [], [], {})
     if kind is not None:
-        return _Listing([], [], [], {path.name or str(path): kind.NAME})
+        return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
     if not store_of(path).is_folder(path):
         raise CheckpointNotFoundError(f"{path} is neither a directory nor a checkpoint")
     tier, found = tier_of(path), []
@@ -71,23 +73,38 @@ def _look(path: Location) -> _Listing:
         found.append({**_describe(one), "step": step, "superseded_by": later})
     left = [one.name for one in tier.debris()]
     foreign = [one.name for one in directories.without_manifest(path)]
-    others = recognise.others(path, {*(one.name for one in directories.steps(path)), *left, *foreign})
-    return _Listing(found, left, foreign, others)
+    known = {*(one.name for one in directories.steps(path)), *left, *foreign}
+    others = {}
+    for name, other in recognise.others(path, known).items():
+        with contextlib.suppress(StorageError):  # it was deleted meanwhile
+            others[name] = recognise.describe(path / name, other)
+    in_order = sorted(others.items(), key=lambda item: (item[1].step is None, item[1].step or 0, item[0]))
+    return _Listing(found, left, foreign, dict(in_order))
 
 
 def _print(listing: _Listing, arguments: argparse.Namespace) -> None:
     found, left, foreign, others = listing
     if arguments.json:
-        listed = [{"name": name, "format": what} for name, what in others.items()]
+        listed = [
+            {"name": name, "format": one.format, "step": one.step, "changed": _date(one.changed), "bytes": one.nbytes}
+            for name, one in others.items()
+        ]
         print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
     elif any(listing):
         rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""], *map(_row, found)]
         rows += [["-", "debris", "", "", name, ""] for name in left]
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
-        rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
+        for name, one in others.items():
+            step = "-" if one.step is None else str(one.step)
+            rows.append([step, _date(one.changed), "", as_size(one.nbytes), printable(name), one.format])
         print_table(rows, numbers=(0, 2, 3))
     else:
         say(f"no checkpoints in {arguments.path}")
+
+
+def _date(nanoseconds: int) -> str:
+    """A time as manifests have it."""
+    return datetime.fromtimestamp(nanoseconds // 10**9, timezone.utc).isoformat(timespec="seconds")
 
 
 def _describe(path: Location) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 from datastates.commit import directories, newest, protection
-from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import (
     dcp,
     deepspeed,
@@ -20,7 +21,7 @@ from datastates.formats import (
     trainer,
 )
 from datastates.formats.format import Format
-from datastates.storage import store_of
+from datastates.storage import Entry, store_of
 from datastates.storage.location import Location
 
 FORMATS: tuple[Format, ...] = (
@@ -50,8 +51,53 @@ def recognise(path: Location) -> Format | None:
     return next((one for one in FORMATS if one.recognises(path)), None)
 
 
-def others(root: Location, known: Collection[str]) -> dict[str, str]:
-    """Names of the checkpoints of any format in a directory, each with its format's name, except the ``known`` names.
+_TELL_STEP: tuple[Format, ...] = (own, trainer, deepspeed, lightning)
+"""The formats that tell the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A checkpoint as its files describe it from outside.
+
+    Attributes:
+        format: The name of its format.
+        step: The step; None if it does not tell, or cannot be read.
+        changed: When the last of its files was changed, in nanoseconds of Unix time.
+        nbytes: Length of all of its files together.
+    """
+
+    format: str
+    step: int | None
+    changed: int
+    nbytes: int
+
+
+def describe(path: Location, kind: Format) -> Other:
+    """Describe a checkpoint of a format; raises StorageError if its files cannot be listed."""
+    step = None
+    if kind in _TELL_STEP:
+        with contextlib.suppress(DatastatesError):  # verify tells what is wrong with it
+            step = kind.open(path).tensors.step
+    entries = list(_entries(path))
+    changed = max((entry.changed for entry in entries), default=0)
+    return Other(kind.NAME, step, changed, sum(entry.nbytes for entry in entries))
+
+
+def _entries(path: Location) -> Iterator[Entry]:
+    """The entry of a file, or of each file in a folder and below."""
+    store = store_of(path)
+    if (entry := store.look(path)) is None:
+        return
+    if entry.kind == "file":
+        yield entry
+    elif entry.kind == "folder":
+        for name in store.names(path):
+            if not store.is_link(path / name):
+                yield from _entries(path / name)
+
+
+def others(root: Location, known: Collection[str]) -> dict[str, Format]:
+    """Names of the checkpoints of any format in a directory, each with its format, except the ``known`` names.
 
     An entry that cannot be read is left out.
     """
@@ -60,7 +106,7 @@ def others(root: Location, known: Collection[str]) -> dict[str, str]:
         if name not in known:
             with contextlib.suppress(StorageError):
                 if (kind := recognise(root / name)) is not None:
-                    found[name] = kind.NAME
+                    found[name] = kind
     return found
 
 
@@ -71,7 +117,7 @@ def newest_other(root: Location) -> tuple[Location, str] | None:
         looks = {name: store_of(root).look(root / name) for name in found}
         if ages := [(look.changed, name) for name, look in looks.items() if look is not None]:
             name = max(ages)[1]
-            return root / name, found[name]
+            return root / name, found[name].NAME
     return None
 
 

@@ -26,6 +26,7 @@ class Case:
         keys: The full key of each tensor of :func:`weights`, by its name there.
         folder: Whether it is a folder of files.
         checked: Whether a flipped byte of that tensor is found.
+        step: The step that it tells.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Case:
     keys: Callable[[str], str] = str
     folder: bool = True
     checked: bool = False
+    step: int | None = None
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -135,7 +137,7 @@ def _trainer(path: Path) -> None:
 
 DCP = "a checkpoint of torch.distributed.checkpoint"
 CASES: Mapping[str, Case] = {
-    "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True),
+    "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True, step=7),
     "safetensors": Case("a safetensors file", _safetensors, folder=False),
     "torch": Case("a file of torch.save", _torch, lambda name: f"model/{name}", folder=False, checked=True),
     "legacy": Case("a file of torch.save", _legacy, lambda name: f"model/{name}", folder=False),
@@ -147,8 +149,9 @@ CASES: Mapping[str, Case] = {
         lambda name: f"state_dict/{name.replace('.', '_')}",
         folder=False,
         checked=True,
+        step=0,
     ),
     "hugging_face": Case("a folder of Hugging Face weights", _hugging_face),
     "hugging_face_older": Case("a folder of Hugging Face weights", _older, checked=True),
-    "trainer": Case("a checkpoint of a Trainer", _trainer, lambda name: name.replace(".", "_")),
+    "trainer": Case("a checkpoint of a Trainer", _trainer, lambda name: name.replace(".", "_"), step=3),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cases import CASES, Case, holder, weights
 from safetensors.torch import load_file, save_file
 
 import datastates as ds
-from datastates.cli import commands
+from datastates.cli import commands, show
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError
 from datastates.formats import recognise
 
@@ -187,11 +188,18 @@ class TestFormat:
         assert status == 0
         assert case.name in text
         told = json.loads(run("ls", made.parent, "--json")[1])
-        assert told["others"] == [{"name": made.name, "format": case.name}]
+        (one,) = told["others"]
+        files = [file for file in (made.rglob("*") if case.folder else [made]) if file.is_file()]
+        assert (one["name"], one["format"], one["step"]) == (made.name, case.name, case.step)
+        assert one["bytes"] == sum(file.stat().st_size for file in files)
+        assert datetime.fromisoformat(one["changed"]).timestamp() == max(int(f.stat().st_mtime) for f in files)
         if case.name == "a checkpoint of datastates":
             return  # it has not the name of a step, and is described as a checkpoint when it is named itself
         status, text = run("ls", made)
-        assert (status, text.splitlines()[1:]) == (0, [f"   -                        {made.name}  {case.name}"])
+        step = "-" if case.step is None else str(case.step)
+        size = show.as_size(one["bytes"])
+        row = [step, one["changed"], *size.split(), made.name, *case.name.split()]
+        assert (status, [line.split() for line in text.splitlines()[1:]]) == (0, [row])
 
     def test_export_says_what_is_proven(
         self, case: Case, made: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
