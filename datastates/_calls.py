@@ -261,6 +261,8 @@ def load_like(
     if not isinstance(like, Mapping):
         raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
     other = recognise.other(path)
+    if other is None:
+        recognise.refuse_unknown(path)
     # the names in a file of safetensors, say: no provider's name is in front of them
     is_bare = other is not None and all(is_leaf(tree) for tree in like.values())
     trees = {"like": dict(like)} if is_bare else like

@@ -139,6 +139,8 @@ def _met(
         _calls.check_order(providers)
         given = Location.of(path)
         other = recognise.other(given)
+        if other is None:
+            recognise.refuse_unknown(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
         yield partial(make_executor, settings), given, other, world
 

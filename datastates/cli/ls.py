@@ -14,7 +14,7 @@ from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
-from datastates.formats import own, recognise
+from datastates.formats import own, recognise, unknown
 from datastates.formats.recognise import Other
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -65,7 +65,7 @@ def _look(path: Location) -> _Listing:
     if kind is not None:
         return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
     if not store_of(path).is_folder(path):
-        raise CheckpointNotFoundError(f"{path} is neither a directory nor a checkpoint")
+        raise CheckpointNotFoundError(f"{path} is {unknown.what_is(path) or 'neither a directory nor a checkpoint'}")
     tier, found = tier_of(path), []
     by_age = newest.by_age(tier)
     for age, (step, one) in enumerate(by_age.items()):

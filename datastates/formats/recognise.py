@@ -19,6 +19,7 @@ from datastates.formats import (
     safetensors_file,
     torch_file,
     trainer,
+    unknown,
 )
 from datastates.formats.format import Format
 from datastates.storage import Entry, store_of
@@ -141,6 +142,15 @@ def other(path: Location) -> Format | None:
     return None if kind is own else kind
 
 
+def refuse_unknown(path: Location) -> None:
+    """Raise FormatError for a path of a format that is not read, but known; the message names what reads it.
+
+    ``path`` is of no other format that is read.
+    """
+    if (what := unknown.what_is(path)) is not None and not own.recognises(path) and not directories.is_root(path):
+        raise FormatError(f"{path} is {what}")
+
+
 @contextlib.contextmanager
 def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Location]]:
     """Yield the format and the path of the checkpoint that a path means.
@@ -150,14 +160,13 @@ def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Loca
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or none of that step.
-        FormatError: The path is a plain pickle.
+        FormatError: The path is of a format that is not read; the message names it.
         StorageError: The path cannot be read.
     """
     if (found := other(path)) is not None:
         yield found, path
         return
-    if store_of(path).is_file(path) and not own.recognises(path) and torch_file.is_plain_pickle(path):
-        raise FormatError(f"{path} is a plain pickle, not a file of torch.save: only pickle.load reads it")
+    refuse_unknown(path)
     with contextlib.ExitStack() as reading:
         try:
             chosen = reading.enter_context(protection.kept(path, step))
