@@ -12,6 +12,10 @@ HEAD = 512
 """Bytes at the beginning that hold the name of an archive's first record."""
 _SCRIPT = b"/constants.pkl"
 """The end of the name of a record that only an archive of a TorchScript module has."""
+_END, _END_NBYTES = b"PK\5\6", 22
+"""The beginning of the record that ends an archive, and the length of one without a comment."""
+_BEHIND = (1 << 16) + _END_NBYTES
+"""Bytes at the end of a file in which torch looks for that record."""
 _WINDOW = 1024
 """Bytes to read at once for the headers of a record."""
 
@@ -41,6 +45,8 @@ def _archive(read: Read, nbytes: int) -> Archive:
     footer = container_archive.FOOTER_NBYTES
     comment = footer if container_archive.is_ending(read(max(0, nbytes - footer), min(nbytes, footer))) else 0
     archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes, comment=comment)
+    if archive is None and (end := _end(read, nbytes)) is not None:  # bytes follow that are no part of it
+        archive = open_archive(_ahead(read, end), end, largest=end)
     if archive is None:
         directory = read_directory(read, nbytes, largest=nbytes, comment=comment)
         if directory is not None and _SCRIPT in directory[0]:
@@ -49,6 +55,13 @@ def _archive(read: Read, nbytes: int) -> Archive:
     if PICKLE not in archive.nbytes or not archive.is_little:
         raise FormatError("an archive without data.pkl, or of a big-endian machine")
     return archive
+
+
+def _end(read: Read, nbytes: int) -> int | None:
+    """The end of an archive without a comment, behind which other bytes may follow; None where torch finds none."""
+    begin = max(0, nbytes - _BEHIND)
+    at = read(begin, nbytes - begin).rfind(_END, 0, len(_END) - _END_NBYTES)
+    return None if at < 0 else begin + at + _END_NBYTES
 
 
 def _ahead(read: Read, nbytes: int) -> Read:

@@ -206,6 +206,28 @@ def test_a_compressed_archive_is_refused(file: Path, tmp_path: Path) -> None:
         ds.open(made)
 
 
+@pytest.mark.parametrize("behind", [b"\n", bytes(22), b"PK\5\6", b"x" * 60_000])
+def test_bytes_behind_the_end_are_passed_over_as_by_torch(
+    behind: bytes, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with file.open("ab") as opened:
+        opened.write(behind)
+    expected = torch.load(file, weights_only=False)["model"]
+    assert equal(dict(ds.load(file)["model"]), dict(expected))
+    assert commands.main(["verify", str(file)]) == 0
+    assert "every tensor matches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("behind", [b"PK\5\6" + bytes(18), b"x" * 70_000])
+def test_bytes_behind_the_end_that_torch_does_not_pass_over_are_refused(behind: bytes, file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(behind)
+    with pytest.raises(RuntimeError):
+        torch.load(file, weights_only=False)
+    with pytest.raises(FormatError, match=r"state\.pt"):
+        ds.load(file)
+
+
 def hostile(storage: int = 3, size: Any = (3,), stride: Any = (1,), offset: Any = 0, record: str = "0") -> bytes:
     """The pickle of a dict with one tensor, whatever its numbers are."""
     made = io.BytesIO()
