@@ -81,3 +81,13 @@ def test_checkpoints_and_a_resume_change_nothing(loop: str, tmp_path: Path, monk
     assert len(list(folder.glob("step-*"))) == 2
     torch.testing.assert_close(run(loop, ds.Checkpointer), plain, rtol=0, atol=0)
     assert len(list(folder.glob("step-*"))) == 4
+
+
+def test_every_page_counts_the_steps_that_are_done() -> None:
+    """A snapshot has the number of steps that are done, so that a loop begins again at ``restored.step``."""
+    root = Path(__file__).parents[2]
+    for page in (root / "README.md", *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.ipynb")):
+        text = page.read_text()
+        assert "restored.step + 1" not in text, page
+        for begin in re.findall(r"range\(([^,\n]*restored[^,\n]*),", text):
+            assert begin in ("restored.step if restored else 0", "0 if restored is None else restored.step"), page
