@@ -260,11 +260,11 @@ bench-scale: .venv/installed ## Measure and simulate 16,384 ranks; makes docs/sc
 # --- packaging ---------------------------------------------------------------------------------------------
 
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+MACHINES ?= x86_64 aarch64
 
 .PHONY: wheels
-wheels: ## Build dist/*.tar.gz, and self-contained dist/*.whl for x86-64 and aarch64 and each of PYTHONS
-	.ci/build-wheels x86_64 $(PYTHONS)
-	.ci/build-wheels aarch64 $(PYTHONS)
+wheels: ## Build dist/*.tar.gz, and self-contained dist/*.whl for each of MACHINES and PYTHONS
+	for machine in $(MACHINES); do .ci/build-wheels $$machine $(PYTHONS); done
 
 .PHONY: clean
 clean: ## Remove all that make made
