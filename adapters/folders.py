@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from datastates._base import log
 from datastates._base.workers import Work
 from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
@@ -26,8 +26,6 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage import Location
-
-_log = logging.getLogger("datastates")
 
 
 class FolderSettings(FileSettings):
@@ -119,14 +117,14 @@ class FolderCheckpoints:
                 if retain is not None:
                     retain()
             except OSError as error:  # this checkpoint stands nevertheless
-                _log.warning("an old checkpoint could not be deleted: %s", error)
+                log.warning("an old checkpoint could not be deleted: %s", error)
             return b""
 
         def end(failure: BaseException | None) -> None:
             try:
                 failure = spoiled or failure or _synced(staged.parent)
                 settle(world, f"{name}/end", failure, b"", publish)
-            except Exception:
+            except BaseException:
                 if world.rank == 0:
                     with contextlib.suppress(OSError):  # the next run removes the rest
                         naming.clear(staged, target.parent)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import sys
@@ -27,9 +26,9 @@ from typing import Any
 
 import torch
 
+from datastates._base import log
 from datastates.errors import CommitError
 
-_log = logging.getLogger("datastates")
 _LISTS = frozenset({"os.listdir", "os.scandir"})
 _MOVES = frozenset({"os.rename", "os.link"})
 _MAKES = frozenset({"os.mkdir", "os.symlink"})
@@ -245,7 +244,7 @@ def _is_in(path: str, folder: str) -> bool:
 def _wait(call: str, path: Any, concerns: _Concerns, *, deletes: bool = False) -> None:
     global _told
     # a garbage collection may make a thread of this package look at anything, and it must not wait for itself
-    if getattr(_here, "unwatched", False) or threading.current_thread().name.startswith("datastates"):
+    if getattr(_here, "unwatched", False) or log.is_own_thread():
         return
     if not isinstance(path, (str, bytes, os.PathLike)):
         return  # a descriptor or a buffer
@@ -262,7 +261,7 @@ def _wait(call: str, path: Any, concerns: _Concerns, *, deletes: bool = False) -
                 if not _told:
                     _told = True
                     text = "%s(%s) waits until the checkpoint %s is complete, as others that look at it will"
-                    _log.warning(text, call, path, checkpoint.name)
+                    log.warning(text, call, path, checkpoint.name)
                 failure = checkpoint.end()
                 if deletes and failure is not None:
                     raise CommitError(f"{real} is not deleted: the checkpoint {checkpoint.name} has failed: {failure}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from datastates._base import log
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import stem_of_partial
 from datastates.commit.pending import LOCK
@@ -22,7 +22,6 @@ from datastates.errors import CommitError
 from datastates.storage import Location, store_of
 from datastates.storage.local import opened
 
-_log = logging.getLogger("datastates")
 _COMMON = 100
 """Leading characters of a long name by which names that differ in numbers only are recognised."""
 _OLD = "old"
@@ -130,7 +129,7 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
                     _put_back(old, home / old.name)
         tier.sweep(names)
     except OSError as error:  # this rank must not fail for that, as the others go on
-        _log.warning("debris of an interrupted run could not be removed: %s", error)
+        log.warning("debris of an interrupted run could not be removed: %s", error)
 
 
 def _keep(source: Path, target: Path, known: Contents, *, replace: bool) -> Contents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
@@ -16,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
+from datastates._base import log
 from datastates._base.tasks import Task
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work, Workers
@@ -39,7 +39,6 @@ from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 from datastates.storage import Location
 
-_log = logging.getLogger("datastates")
 _WORD = 8
 """Bytes that a fingerprint takes at once."""
 
@@ -261,7 +260,7 @@ class TorchFiles:
                     act(next(filter(None, [course.deliver() for course in courses or ()]), None))
                 if is_save:
                     self.last_failed = False
-            except Exception as error:
+            except BaseException as error:
                 failures.append(error)
                 self.failures += is_save
                 raise
@@ -270,7 +269,7 @@ class TorchFiles:
                 if shown is not None:
                     looks.end(shown)
                 if failures:  # after that: who looks may hold the lock of a handler
-                    _log.warning("%s has failed: %s", name, failures[0])
+                    log.warning("%s has failed: %s", name, failures[0])
 
         if self._engine is None and courses is None:  # nothing is under way
             end()
@@ -326,7 +325,7 @@ class TorchFiles:
 
         def remove(_: BaseException | None) -> None:
             if self.last_failed:
-                _log.warning("%s is kept: what was saved after it has failed", path)
+                log.warning("%s is kept: what was saved after it has failed", path)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -344,7 +343,7 @@ class TorchFiles:
         """
         if to not in self._shown:
             self._shown.add(to)
-            _log.warning("waiting for %s, and for later ones: %s", name, to)
+            log.warning("waiting for %s, and for later ones: %s", name, to)
         self.finish()
 
     def wait(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import trainer_callback, trainer_utils
 from transformers.integrations import integration_utils
 from typing_extensions import Unpack
 
+from datastates._base import log
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
@@ -27,7 +27,6 @@ from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
 
-_log = logging.getLogger("datastates")
 _GIVEN_A_FOLDER = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model")
 """Methods that write a part of a checkpoint into the folder that they are given."""
 _METHODS = (*_GIVEN_A_FOLDER, "_finalize_training", "_get_output_dir", "_maybe_log_save_evaluate", "_save_checkpoint")
@@ -113,7 +112,7 @@ class TrainerCheckpoints(FolderCheckpoints):
         self.wait()
         state = self._trainer.state
         if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
-            _log.warning("the best checkpoint %s is not there: it is ignored", state.best_model_checkpoint)
+            log.warning("the best checkpoint %s is not there: it is ignored", state.best_model_checkpoint)
             state.best_model_checkpoint = None  # it has failed
         return stock(*words, **options)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import re
 from functools import cache
 
-_log = logging.getLogger("datastates")
+from datastates._base import log
 
 NEWEST = {
     "accelerate": "1.15.0",
@@ -30,7 +29,7 @@ def warn_of_untried(package: str) -> None:
         return
     if _release(installed) > _release(NEWEST[package]):
         text = "%s %s has not been tried with this package: the newest version that has is %s"
-        _log.warning(text, package, installed, NEWEST[package])
+        log.warning(text, package, installed, NEWEST[package])
 
 
 def _release(version: str) -> tuple[int, ...]:

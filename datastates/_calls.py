@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from datastates._base import log
 from datastates.commit import health, manifest, newest
 from datastates.commit.names import checked_step
 from datastates.config import IoSettings, RankSettings
@@ -40,7 +40,6 @@ from datastates.state.pytrees import is_leaf
 from datastates.storage import store_of
 from datastates.storage.location import Location, PathLike
 
-_log = logging.getLogger("datastates")
 IN_PYTHON = "take it with step={step}"
 """Advice to callers in Python on how to take another step."""
 
@@ -77,7 +76,7 @@ def warn_of_other(directory: Location) -> None:
     """If a directory has no checkpoint of a training run, log the name of another checkpoint in it."""
     if (there := recognise.newest_other(directory)) is not None:
         path, what = there
-        _log.warning(
+        log.warning(
             "%s has no checkpoint of this training run. %s is %s: datastates.restore(providers, %r) restores from it",
             *(directory, path, what, str(path)),
         )
@@ -217,7 +216,7 @@ def restore_by(
             return None if request.step is None else recognise.refuse_absence(path, request.step)
         restored = found
     restored.spans.insert(0, Span("open", TRAINING_THREAD, begin, restored.spans[0].begin, 0))
-    _log.info("%s", restored.report)
+    log.info("%s", restored.report)
     return restored
 
 

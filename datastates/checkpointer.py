@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing_extensions import Unpack
 
 from datastates import _calls
+from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
@@ -48,8 +48,6 @@ from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 from datastates.storage import store_of
 from datastates.storage.location import Location, PathLike
-
-_log = logging.getLogger("datastates")
 
 
 def _wait_until_ended(courses: Sequence[Course]) -> None:
@@ -372,8 +370,8 @@ class Checkpointer:
             return
         try:
             self.close()
-        except Exception:
-            _log.exception("a snapshot failed while another error was on its way")
+        except Exception as failure:
+            log.error("a snapshot failed while another error was on its way", of=failure)
 
     def _raise_if_closed(self) -> None:
         if self._closed:

@@ -246,6 +246,14 @@ class RanksMissingError(DatastatesError, TimeoutError):
         self.undecided = undecided
 
 
+def said(error: BaseException) -> str:
+    """The text of an error; empty if it has none, or if its class, which may be the program's, fails to give it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Write ascending ranks for a message: ``"rank 2"``, ``"ranks 0-5, 7"``; a long list is cut."""
     stretches: list[list[int]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import pickle
 import threading
@@ -14,11 +13,11 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from datastates._base import log
 from datastates.errors import StorageError
 from datastates.storage import Location, store_of
 from datastates.storage.store import ABSENT
 
-_log = logging.getLogger("datastates")
 FILE = ".metadata"
 _publishing = threading.Lock()
 
@@ -34,7 +33,7 @@ def read(path: Location) -> Metadata | None:
         found = pickle.loads(store_of(path).read_all(path))
     except Exception as error:
         if not (isinstance(error, StorageError) and error.errno in ABSENT):
-            _log.warning("%s cannot be read, and is replaced: %s", path, error)
+            log.warning("%s cannot be read, and is replaced: %s", path, error)
         return None
     return found if isinstance(found, Metadata) else None
 

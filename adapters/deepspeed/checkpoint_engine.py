@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 from collections.abc import Collection
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from datastates._base import log
 from datastates._base.workers import Workers
 from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
@@ -27,7 +27,6 @@ from datastates.saving.snapshot import course_of
 from datastates.storage import location
 from datastates.storage.location import Location
 
-_log = logging.getLogger("datastates")
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 """Keys of DeepSpeed's parameters and optimizer states. All else in a file that has one is small or the client's."""
 
@@ -333,8 +332,8 @@ class CheckpointEngine:
         """Close before this process ends: it may host the Store in which other ranks look up how a checkpoint ended."""
         try:
             self.close()
-        except Exception:
-            _log.exception("a checkpoint failed, and nobody asked")
+        except Exception as error:
+            log.error("a checkpoint failed, and nobody asked", of=error)
 
 
 def _lazy_in(state: dict[Any, Any], unguarded: Collection[int]) -> Lazy:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from datastates._base import log
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
 from datastates.adapters import looks
@@ -20,8 +20,6 @@ from datastates.ranks.world import World
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage import Location, store_of
-
-_log = logging.getLogger("datastates")
 
 
 def pending_of(final: Path, room: Path | None = None) -> Pending:
@@ -39,14 +37,14 @@ def sweep(root: Path) -> None:
     try:
         folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
     except OSError as error:
-        _log.warning("debris of interrupted runs could not be looked for: %s", error)
+        log.warning("debris of interrupted runs could not be looked for: %s", error)
         return
     for folder in folders:
         try:
             tier_of(Location(folder)).sweep(HIDDEN)
         except OSError as error:  # this rank must not fail for that, as the others go on
             if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
-                _log.warning("debris of an interrupted run could not be removed: %s", error)
+                log.warning("debris of an interrupted run could not be removed: %s", error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,11 +177,11 @@ class Save:
             self._failure = error
             for file in self._files:
                 if self._old_are_gone and file.partial.exists():
-                    _log.warning("%s is kept: what it was to replace has been removed", file.partial)
+                    log.warning("%s is kept: what it was to replace has been removed", file.partial)
                     file.pending.close()
                 else:
                     file.pending.abandon()
-            _log.warning("the checkpoint %s has failed: %s", self.tag, error)
+            log.warning("the checkpoint %s has failed: %s", self.tag, error)
         finally:
             self._ended.set()
             if self._looks is not None:

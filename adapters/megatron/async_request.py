@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import logging
 import os
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+from datastates._base import log
 from datastates._base.workers import start
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage.local import opened
-
-_log = logging.getLogger("datastates")
 
 
 def wait_for(token: str) -> None:
@@ -39,7 +37,7 @@ def token(snapshot: Snapshot) -> str:
         os.close(made)
         lock = opened(name, os.O_RDWR)  # which forked children close
     except OSError as error:
-        _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
+        log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
         return ""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

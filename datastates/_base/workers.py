@@ -10,17 +10,15 @@ import _thread
 import atexit
 import contextlib
 import itertools
-import logging
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 
+from datastates._base import log
 from datastates._base.waiting import Flag
 from datastates.errors import ClosedError, ThreadStartError
-
-_log = logging.getLogger("datastates")
 
 
 class Work:
@@ -155,8 +153,8 @@ def _serve(work: _Queue, idle: list[None]) -> None:
 def _make(call: Callable[[], object]) -> None:
     try:
         call()
-    except BaseException:  # the thread has other work to do
-        _log.exception("work in the background has failed")
+    except BaseException as error:  # the thread has other work to do
+        log.error("work in the background has failed", of=error)
 
 
 def start(thread: threading.Thread, started: Callable[[threading.Thread], object] = lambda thread: None) -> None:

@@ -25,6 +25,7 @@ from datastates.errors import (
     SnapshotSkippedError,
     StorageError,
     rank_names,
+    said,
 )
 from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.together import is_told
@@ -188,7 +189,8 @@ class Ballot:
 
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and wait until they were told. Never raises."""
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        kind, text = type(error).__name__, said(error)
+        text = f"{kind}: {text}" if text else kind
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
         if self.world.size > 1:

@@ -6,13 +6,13 @@ import contextlib
 import enum
 import errno
 import functools
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
+from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials, steps
@@ -26,7 +26,6 @@ from datastates.storage import Lock, store_of
 from datastates.storage.location import Location
 from datastates.storage.store import ABSENT
 
-_log = logging.getLogger("datastates")
 _deleting: set[Location] = set()
 """The partial directories that this process is deleting."""
 _PATIENCE = 10.0
@@ -155,13 +154,13 @@ class DirectoryTier(Tier):
     @override
     def sweep(self, targets: re.Pattern[str] = STEP) -> None:
         for path in self.debris(targets):
-            _log.warning("removing the debris of an interrupted run: %s", path)
+            log.warning("removing the debris of an interrupted run: %s", path)
             try:
                 _clear(path)
             except StorageError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM):
                     raise
-                _log.warning("it is another user's, and is left: %s", error)
+                log.warning("it is another user's, and is left: %s", error)
 
 
 def tier_of(root: Location) -> Tier:

@@ -20,7 +20,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import os
 import re
 import secrets
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
+from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest, writers
 from datastates.commit.directories import partials
@@ -43,8 +43,6 @@ from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location
 from datastates.storage.store import ABSENT
-
-_log = logging.getLogger("datastates")
 
 FOLDER = ".openings"
 _RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
@@ -110,7 +108,7 @@ class DirectoryOpening(Opening):
             is_only = not _records(root)
             return cls(root, _numbered(root, owner), owner, is_only=is_only)
         except StorageError as error:
-            _log.info("%s is opened without a number: %s", root, error)
+            log.info("%s is opened without a number: %s", root, error)
             return cls(root, 0, owner)
 
     @override
@@ -195,7 +193,7 @@ class DirectoryOpening(Opening):
                 with _ignoring(*ABSENT):
                     _store(self.root).rename(entry, left)
                     stopped = True
-                    _log.warning("an older run can no longer commit %s, which is now %s", entry, left.name)
+                    log.warning("an older run can no longer commit %s, which is now %s", entry, left.name)
         if stopped:
             _store(self.root).sync_folder(self.root)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from typing import NoReturn
 
+from datastates._base import log
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
 from datastates.commit.directory_tier import sequence_of, tier_of
@@ -15,7 +15,6 @@ from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
-_log = logging.getLogger("datastates")
 _NAMED = 8
 """Steps that a message names."""
 
@@ -47,7 +46,7 @@ def _warn_of_links(root: Location) -> None:
     """Warn of links named like checkpoints that lead to none, as when a storage is not mounted."""
     for entry in without_manifest(root):
         if (store := store_of(entry)).is_link(entry):
-            _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
+            log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
 
 
 def find(path: Location, step: int | None = None) -> Location:

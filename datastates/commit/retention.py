@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Iterator
 
+from datastates._base import log
 from datastates.commit import health
 from datastates.commit.newest import in_order
 from datastates.commit.tier import Tier
@@ -14,8 +14,6 @@ from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.storage import store_of
 from datastates.storage.location import Location
-
-_log = logging.getLogger("datastates")
 
 
 def _newest_first(tier: Tier) -> list[tuple[int, Location]]:
@@ -75,4 +73,4 @@ def _warning() -> Iterator[None]:
     try:
         yield
     except (OSError, FencedError) as error:
-        _log.warning("an old checkpoint could not be deleted: %s", error)
+        log.warning("an old checkpoint could not be deleted: %s", error)

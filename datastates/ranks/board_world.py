@@ -24,6 +24,7 @@ from datastates.errors import (
     StorageError,
     UnreachableError,
     rank_names,
+    said,
     storage_errors,
 )
 from datastates.ranks.keys import Place
@@ -43,7 +44,7 @@ DONE, FAILED = b"+", b"-"
 
 def text_of(error: BaseException) -> str:
     """The text about an error of this rank that is sent to the other ranks."""
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, said(error)
     return kind if not text else text if isinstance(error, DatastatesError) else f"{kind}: {text}"
 
 

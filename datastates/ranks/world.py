@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Protocol
 
+from datastates._base import log
 from datastates._base.workers import start
 from datastates.errors import SettingsError
 from datastates.ranks import jax_keys, torch_keys
@@ -21,8 +21,6 @@ from datastates.ranks.polling import slowest
 from datastates.ranks.rounds import Rounds
 from datastates.ranks.store_board import StoreBoard
 from datastates.storage.location import Location
-
-_log = logging.getLogger("datastates")
 
 
 class World(Protocol):
@@ -228,7 +226,7 @@ def refuse_outdated(world: World) -> None:
 
 @cache
 def _warn_that_alone(ranks: str) -> None:
-    _log.warning(
+    log.warning(
         "WORLD_SIZE is %s, but torch.distributed is not initialized, so this process saves as the only one. If the "
         "processes save one state together, call torch.distributed.init_process_group() before; if each saves for "
         "itself, give rank=0, world_size=1",

@@ -6,12 +6,12 @@ It sends the other ranks their rows of its share.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from datastates._base import log
 from datastates._base.columns import I64
 from datastates.errors import DeviceError
 from datastates.executor.executor import FIRST_PEER, Columns, Executor, columns
@@ -26,7 +26,6 @@ from datastates.state.runs import Runs
 from datastates.storage import store_of
 from datastates.storage.store import absent
 
-_log = logging.getLogger("datastates")
 MINIMUM = 8 << 20
 """Fewest bytes that a rank offers for exchange. For fewer, connecting takes longer than reading."""
 PATIENCE = 30.0
@@ -111,7 +110,7 @@ class Exchange:
                 files[str(entry.place)] = file
             return cls(Listener(name, rank, patience), rank, patience, files)
         except OSError as error:
-            _log.info("reading without the other ranks of this host: %s", error)
+            log.info("reading without the other ranks of this host: %s", error)
             return None
 
     @property
@@ -149,7 +148,7 @@ class Exchange:
                 rows = [self._filled(parcels) for parcels in received]
                 self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
             except Exception as error:  # the rank can read everything by itself
-                _log.info("reading without the other ranks of this host: %s", error)
+                log.info("reading without the other ranks of this host: %s", error)
                 return
             self._records, self._received = division.records, received
             self._own = dividing.parcels(wishes, shares[self._rank])

@@ -6,12 +6,11 @@ windows of a read, such as the host cache, do not count either.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from datastates._base import free_memory
+from datastates._base import free_memory, log
 from datastates._base.untouched_memory import untouched_nbytes
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
@@ -22,8 +21,6 @@ from datastates.state import devices, parts
 from datastates.state.new_memory import Into
 from datastates.state.shards import HOST, Shard
 from datastates.storage.location import Location
-
-_log = logging.getLogger("datastates")
 
 
 def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) -> None:
@@ -58,7 +55,7 @@ def refuse_reads(path: Location, reads: Reads, remedy: str, converted: Sequence[
     """
     places = [s.buffer for s in converted if s.buffer is not None and s.buffer.device == HOST]
     most, free = reads.nbytes + sum(place.nbytes for place in places), free_memory.host_memory(swap=True)
-    _log.debug("%s fills %.3g GB of memory, %.3g GB of host memory are free", path, most / 1e9, free / 1e9)
+    log.debug("%s fills %.3g GB of memory, %.3g GB of host memory are free", path, most / 1e9, free / 1e9)
     if most <= free:
         return
     begin, end = reads.filled_on_host()
@@ -91,6 +88,6 @@ def _refuse_new(path: Location, on_host: int, on_device: int, into: Into, remedy
 
 def _refuse(path: Location, nbytes: int, free: int, where: str, remedy: str) -> None:
     told = f"{path} needs {nbytes / 1e9:.3g} GB of {where}, {free / 1e9:.3g} GB are free"
-    _log.debug("%s", told)
+    log.debug("%s", told)
     if nbytes > free:
         raise OutOfMemoryError(f"{told}: {remedy}, or give the process more memory", needed=nbytes, free=free)

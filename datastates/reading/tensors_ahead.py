@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
+from datastates._base import log
 from datastates.executor.executor import Executor
 from datastates.reading.new_tensors import Batch, FoundTensor, nbytes_of
 from datastates.reading.tensors import Tensors
 from datastates.state import devices
 from datastates.state.new_memory import Into
-
-_log = logging.getLogger("datastates")
 
 MOST_NBYTES = 512 << 20
 """Most bytes of arrays that are read ahead. A larger array is not read ahead."""
@@ -84,7 +82,7 @@ class NextTensors:
                     self._window[key] = batch, nbytes_of(one)
                     self._nbytes += nbytes_of(one)
         except Exception as error:  # whatever a file, an allocation or a library raises
-            _log.info("%s: reading ahead ends: %s", self._stored.path, error)
+            log.info("%s: reading ahead ends: %s", self._stored.path, error)
             self._failed = True
             self.close()
 

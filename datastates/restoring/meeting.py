@@ -10,7 +10,7 @@ import numpy as np
 
 from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
-from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
+from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError, said
 from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.neighbours import by_host, ranks_beside
 from datastates.ranks.world import World
@@ -75,10 +75,7 @@ class Fits:
 
 def _told(error: Exception) -> bytes:
     """Encode an error as a message to other ranks: its text, and the paths of the missing files that it names."""
-    try:
-        text = str(error) or type(error).__name__
-    except Exception:  # an exception class of a provider may fail to give its text
-        text = type(error).__name__
+    text = said(error) or type(error).__name__
     lost = error.lost if isinstance(error, RestoreError) else ()
     return pack([text, list(lost)])
 

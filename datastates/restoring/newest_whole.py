@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 
+from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
@@ -20,7 +20,6 @@ from datastates.restoring.restored import Restored
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 
-_log = logging.getLogger("datastates")
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 
@@ -88,7 +87,7 @@ def restore(
             raise error
         result.passed_over = passed
         if passed:
-            _log.warning("restored step %d, as what is newer is damaged: %s", result.step, _listed(passed))
+            log.warning("restored step %d, as what is newer is damaged: %s", result.step, _listed(passed))
         return result
     raise AssertionError("attempts do not end")
 
@@ -135,7 +134,7 @@ def _agree(
         again = bool(reasons) and all(vote != _OTHER for vote, _ in said.values())
         if again:
             damaged[path] = "; ".join(reasons)
-            _log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
+            log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
         return pack([again, {other.name: text for other, text in damaged.items()}])
 
     def own() -> bytes:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from datastates._base import log
 from datastates.errors import RestoreError
 from datastates.executor.timeline import RESTORE_WAITS_FOR, Span, stages, write_trace
 from datastates.reading.tensors import Tensors
 from datastates.restoring.report import RestoreReport
 
-_log = logging.getLogger("datastates")
 _SHOWN = 8
 _WITHOUT_IT = r"restore(rename={re.compile(r'_orig_mod\.'): ''}) takes it out"
 
@@ -105,7 +104,7 @@ def warn_of_rest(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
     """Log a warning that names the keys that a restore leaves unchanged, if any; takes the same as :func:`misfit`."""
     counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
     if any(counts):
-        _log.warning(
+        log.warning(
             "%s is restored in part: %d missing, %d unexpected and %d mismatched keys are left out: %s",
             *(stored.path, *counts, _differences(stored, result, lost)),
         )
@@ -114,7 +113,7 @@ def warn_of_rest(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
 def warn_of_unverified(keys: Sequence[str]) -> None:
     """Log a warning that names the keys that could not be verified, if there are any."""
     if keys:
-        _log.warning("read without checksums, and no digest to compare with: %s", sorted(keys)[:_SHOWN])
+        log.warning("read without checksums, and no digest to compare with: %s", sorted(keys)[:_SHOWN])
 
 
 def shortened(texts: Sequence[str], separator: str = ", ") -> str:

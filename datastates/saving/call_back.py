@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
+from datastates._base import log
 from datastates.config import Settings
 from datastates.saving.snapshot import Snapshot, course_of
-
-_log = logging.getLogger("datastates")
 
 
 def call_back(settings: Settings, snapshot: Snapshot) -> None:
@@ -19,5 +16,7 @@ def call_back(settings: Settings, snapshot: Snapshot) -> None:
     course.deliver()
     try:
         call(snapshot)
-    except Exception:  # an error in the user's function must not disturb training
-        _log.exception("%r raised, called for %r", call, snapshot)
+    except BaseException as error:  # an error in the user's function must not disturb training
+        if not isinstance(error, Exception) and not log.is_own_thread():
+            raise
+        log.error("%r raised, called for %r", call, snapshot, of=error)

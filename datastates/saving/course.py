@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
-from datastates._base import workers
+from datastates._base import log, workers
 from datastates._base.waiting import Bell
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import FINEST, TRAINING_THREAD, Span
 from datastates.storage.location import Location
-
-_log = logging.getLogger("datastates")
 
 _silent: set[Course] = set()
 """The courses of failed snapshots whose error has not been delivered to anybody."""
@@ -28,7 +25,7 @@ _silent: set[Course] = set()
 def _tell_at_exit() -> None:
     workers.finish()  # ends snapshots that exit functions took, and threads that outlived the main thread
     for course in _silent:
-        _log.error("snapshot %d failed, and nobody asked: %s", course.step, course.error)
+        log.error("snapshot %d failed, and nobody asked: %s", course.step, course.error)
     if _silent and sys.stderr is not None:
         sys.stderr = cast("TextIO", _FailedStream(sys.stderr))
 
@@ -51,19 +48,19 @@ class _FailedStream:
             raise OSError("a snapshot failed, and nobody asked")
 
 
-def _forget_frames(error: BaseException, *, log: bool) -> None:
+def _forget_frames(error: BaseException, *, is_first: bool) -> None:
     """Drop the frames that an error passed through, because they hold the training state.
 
-    ``log``: first log the error with its traceback, unless it is an error of this package.
+    ``is_first``: log the error before that with its traceback, unless it is an error of this package.
     """
-    if log and not isinstance(error, DatastatesError):
-        _log.error("a snapshot failed", exc_info=error)
+    if is_first and not isinstance(error, DatastatesError):
+        log.error("a snapshot failed", of=error)
     seen: set[int] = set()  # errors may form a cycle: an error that was told to other ranks may cause its own context
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         if isinstance(error, DatastatesError):
-            link.__traceback__ = None
+            link.with_traceback(None)  # an error's class may forbid to set attributes
         else:
             traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
@@ -205,7 +202,7 @@ class Course:
 
     def fail(self, error: BaseException) -> None:
         """Record the error that made the snapshot fail. Of several errors, the first one is kept."""
-        _forget_frames(error, log=self.error is None)
+        _forget_frames(error, is_first=self.error is None)
         if self._failure.setdefault("", error) is error:
             _silent.add(self)
         if self._delivered:  # another thread has delivered it meanwhile

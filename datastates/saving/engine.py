@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from datastates._base import log
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
@@ -29,7 +29,6 @@ from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 
-_log = logging.getLogger("datastates")
 _MOST_ASIDE = 32
 """Largest number of threads for work that may wait for other ranks."""
 
@@ -188,7 +187,11 @@ class Engine:
         return snapshot
 
     def _finish(self, snapshot: Snapshot, running: Running) -> None:
-        failure = running.run()
+        try:
+            failure = running.run()
+        except BaseException as error:  # of what it does once it has failed
+            running.course.fail(error)
+            failure = error
         self._forget(running.course)
         if failure is not None:
             self.decline(running.ending, failure)
@@ -234,9 +237,12 @@ class Engine:
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
-        if snapshot.committed and _log.isEnabledFor(logging.INFO):
-            _log.info("%s", snapshot.report)
-        _do_or_here(self._teller, self._telling.tell)
+        _do_or_here(self._teller, partial(self._log_and_tell, snapshot))
+
+    def _log_and_tell(self, snapshot: Snapshot) -> None:
+        if snapshot.committed and log.shows_info():
+            log.info("%s", snapshot.report)
+        self._telling.tell()
 
     def _forget(self, course: Course) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it

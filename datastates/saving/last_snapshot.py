@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 
+from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates._base.waiting import Bell
 from datastates._base.workers import start
@@ -14,7 +14,6 @@ from datastates.errors import DatastatesError
 from datastates.ranks.board_world import DONE
 from datastates.ranks.world import World
 
-_log = logging.getLogger("datastates")
 _STEPS = 2
 """Most steps that a rank does until the snapshot: it ends the one it is in, and another rank may be one ahead."""
 
@@ -107,7 +106,7 @@ class LastSnapshot:
             if self._bell.wait_for(lambda: self._is_told, max(0.0, end - needed - self._clock())):
                 self._bell.wait_for(lambda: self._is_settled, max(0.0, end - self._clock()))
             else:
-                _log.warning("SIGTERM: no last snapshot: due() was not called in time")
+                log.warning("SIGTERM: no last snapshot: due() was not called in time")
         finish()
         self._end = None
 
@@ -122,9 +121,9 @@ class LastSnapshot:
         if self._answer:
             return
         if step is None:
-            _log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
+            log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
         else:
-            _log.warning("SIGTERM: a last snapshot from step %d on: %s", step, why)
+            log.warning("SIGTERM: a last snapshot from step %d on: %s", step, why)
         self._answer.setdefault("step", step)  # after the line, as the process may end once it is there
         self._bell.ring()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
+from datastates._base import log
 from datastates.errors import SnapshotSkippedError
 from datastates.saving.course import Course
-
-_log = logging.getLogger("datastates")
 
 
 class Taken:
@@ -44,5 +42,5 @@ class Taken:
         raised = own[0] if own and self._raises else None
         for course, error in undelivered:
             if error is not raised:
-                _log.warning("snapshot %d failed: %s", course.step, error)
+                log.warning("snapshot %d failed: %s", course.step, error)
         return raised

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from datastates._base import log
 from datastates._base.workers import start
 
 _AGAIN_SECONDS = 0.1
@@ -45,7 +46,10 @@ class Termination:
         if not self._came.get():
             self._came.put(False)  # ends a second such thread, too, which an interrupted call may have started
         else:
-            self._wait()
+            try:
+                self._wait()
+            except Exception as error:  # the signal must take effect nevertheless
+                log.error("SIGTERM: the snapshots in flight are not waited for", of=error)
             self._is_over = True
             main = threading.main_thread().ident
             assert main is not None

@@ -6,12 +6,12 @@ All arrays of a process that are not in host memory lie on one kind of accelerat
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from datastates._base import log
 from datastates._base.columns import I32, U64
 from datastates._base.loaded import loaded
 from datastates.state.shards import HOST
@@ -149,12 +149,12 @@ def rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: Mapping[str, Any]) -> None:
-    """Set states of :func:`rng_states` by device number; warn if some of the devices are not here, and skip them."""
+    """Set states of :func:`rng_states` by device number. Devices that are not here are skipped; a warning is logged."""
     import torch
 
     stored = states.get("cuda", [])
     present = torch.cuda.device_count() if stored else 0
     if present < len(stored):
-        warnings.warn(f"random states of {len(stored)} GPUs were saved, {present} are here", stacklevel=3)
+        log.warning("random states of %d GPUs were saved, %d are here", len(stored), present)
     for device, generator in enumerate(stored[:present]):
         torch.cuda.set_rng_state(generator, device)

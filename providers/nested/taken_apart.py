@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from datastates._base import log
 from datastates._base.loaded import loaded
 from datastates.container.pickle_reader import needs_trust
 from datastates.container.pickle_torch import is_generator
@@ -23,7 +23,6 @@ from datastates.state.keys import INNER, component, is_inner, is_of_rank, join, 
 from datastates.state.known_layout import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
-_log = logging.getLogger("datastates")
 _told: set[tuple[str, str]] = set()
 """Pairs of provider and class for which it was logged that a load needs trust. Each is logged once in a process."""
 
@@ -76,7 +75,7 @@ class Tree:
         needed = [name for name in needs_trust(names) if (self.name, name) not in _told]
         if needed:
             _told.update((self.name, name) for name in needed)
-            _log.warning("%r is saved with objects that are read back with trust=%s only", self.name, needed)
+            log.warning("%r is saved with objects that are read back with trust=%s only", self.name, needed)
         return data
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
+from datastates._base import log
 from datastates._base.loaded import loaded
 from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add, pair
@@ -25,8 +25,6 @@ from datastates.providers.optimizer.state_dict_tree import (
 from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import dtensors, laziness, subclasses, together
 from datastates.state.provider import Saved
-
-_log = logging.getLogger("datastates")
 
 
 class OptimizerProvider(TreeProvider):
@@ -116,6 +114,6 @@ class OptimizerProvider(TreeProvider):
                         states[name] = subclasses.beside(places.get(state_key(number, name)), item)
             self._optimizer.load_state_dict(value)
             if is_plain and (cast := uncast(self._optimizer, value, keeps)):
-                _log.warning("%r: torch has converted states to the type of their parameters: %s", self.name, cast)
+                log.warning("%r: torch has converted states to the type of their parameters: %s", self.name, cast)
 
         return Match(list(found.items()), accept)

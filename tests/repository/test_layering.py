@@ -237,6 +237,12 @@ def _knows_cuda(tree: ast.Module) -> bool:
     return any(isinstance(word, str) and "cuda" in word for word in words)
 
 
+def test_one_module_writes_the_log() -> None:
+    # a handler of the program may raise, and a filter for warnings may turn one into an error, in the middle of a save
+    found = {m for m in MODULES if {source for source, _, _, _ in _imports(m)} & {"logging", "warnings"}}
+    assert found == {"_base.log"}
+
+
 def test_frameworks_are_imported_inside_functions_only() -> None:
     for module in MODULES:
         if _package(module) != "adapters":

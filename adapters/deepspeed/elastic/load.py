@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from datastates._base import log
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
 from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
@@ -24,8 +24,6 @@ from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.shards import ArrayRef
 from datastates.storage import Location, location
-
-_log = logging.getLogger("datastates")
 
 
 def load_checkpoint(
@@ -75,7 +73,7 @@ def load_checkpoint(
         meeting = Meeting(world, "load")
         tag = _agree_on_tag(meeting, Path(load_dir), tag)
         if tag is None:
-            _log.warning("%s: no file named latest, and no tag given: nothing is loaded", load_dir)
+            log.warning("%s: no file named latest, and no tag given: nothing is loaded", load_dir)
             return None, None
         live, saved = _open(meeting, engine, Path(load_dir, tag), strict=load_module_strict)
         _restore(meeting, live, saved, settings)
@@ -155,7 +153,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
     plain = meeting.together("plain", lambda: [saved.plain(share.scalar_source) for share in live.shares])
     for share, states in zip(live.shares, plain, strict=True):
         live.put(share, states)
-    _log.info(
+    log.info(
         "%s: saved on %d ranks, restored on %d; rank %d needed %d bytes of it and read %d",
         *(saved.path, saved.ranks, live.ranks, live.rank, result.needed_nbytes, result.read_nbytes),
     )
