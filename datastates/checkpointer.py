@@ -348,6 +348,7 @@ class Checkpointer:
             self._closed = True
             self._engine.close_later()
             return
+        self._last.end()
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()

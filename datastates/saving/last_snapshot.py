@@ -14,6 +14,8 @@ from datastates.errors import DatastatesError
 from datastates.ranks.board_world import DONE
 from datastates.ranks.world import World
 
+_NONE = "SIGTERM: no last snapshot: %s. Those in flight are finished"
+_ENDED = "the loop has ended"
 _STEPS = 2
 """Most steps that a rank does until the snapshot: it ends the one it is in, and another rank may be one ahead."""
 
@@ -86,6 +88,17 @@ class LastSnapshot:
             self._is_settled = True
             self._bell.ring()
 
+    def end(self) -> None:
+        """On the training thread, tell that no step follows: a last snapshot that was announced is not taken."""
+        if self._end is None or self._is_settled:
+            return
+        if not self._answer:
+            self._hear(None, _ENDED)
+        elif self._answer["step"] is not None:
+            log.warning(_NONE, _ENDED)
+        self._is_told = self._is_settled = True
+        self._bell.ring()
+
     def hold(self, finish: Callable[[], None]) -> None:
         """Once SIGTERM has come, wait until the last snapshot is in flight, or is not taken; then call ``finish``."""
         if self._grace is None:
@@ -121,7 +134,7 @@ class LastSnapshot:
         if self._answer:
             return
         if step is None:
-            log.warning("SIGTERM: no last snapshot: %s. Those in flight are finished", why)
+            log.warning(_NONE, why)
         else:
             log.warning("SIGTERM: a last snapshot from step %d on: %s", step, why)
         self._answer.setdefault("step", step)  # after the line, as the process may end once it is there

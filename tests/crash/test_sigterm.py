@@ -227,6 +227,142 @@ def test_a_last_snapshot_is_taken_if_it_can_be_durable_in_time(tmp_path: Path, r
     assert_holds(tmp_path, 1, step)
 
 
+WORKER = f"""
+{PRELUDE}
+import logging, threading
+logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+raised = []
+def look(number, frame):  # as a data loader does
+    raised.append(os.wait())
+    raise RuntimeError("a worker is killed by a signal")
+signal.signal(signal.SIGCHLD, look)
+worker = os.fork()
+if worker == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Event().wait()
+def end_both():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(worker, signal.SIGTERM)
+    while not raised:
+        time.sleep(0.001)
+"""
+
+
+def test_a_last_snapshot_is_taken_after_the_workers_of_a_data_loader_have_died(
+    tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    script = f"""
+{WORKER}
+with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace="10min", **OPTIONS) as ckpt:
+    ckpt.snapshot(providers(1), step=1).wait_committed()
+    ckpt.due(2), ckpt.due(3)
+    end_both()
+    assert ckpt.due(4)
+    ckpt.snapshot(providers(4), step=4)
+    threading.Event().wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert_holds(tmp_path, 1, 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_last_snapshot_is_taken_beside_torch_s_data_loader(
+    method: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    pytest.importorskip("torch")
+    script = f"""
+{PRELUDE}
+import multiprocessing
+from torch.utils.data import DataLoader
+def end_all(workers):
+    os.kill(os.getpid(), signal.SIGTERM)  # before the death of a worker can be noticed
+    if os.fork() == 0:
+        os.execlp("kill", "kill", *(str(worker.pid) for worker in workers))
+if __name__ == "__main__":
+    with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace="10min", **OPTIONS) as ckpt:
+        batches = iter(DataLoader(range(10**6), num_workers=2, multiprocessing_context={method!r}))
+        for step, batch in enumerate(batches, 1):
+            if step == 1:
+                ckpt.snapshot(providers(1), step=1).wait_committed()
+            if step == 3:
+                end_all(batches._workers)
+                if {method!r} == "spawn":
+                    multiprocessing.connection.wait([worker.sentinel for worker in batches._workers])
+                else:
+                    for _ in range(9):  # more than were loaded ahead
+                        next(batches)
+            if ckpt.due(step):
+                ckpt.snapshot(providers(step), step=step)
+"""
+    path = tmp_path / "loop.py"
+    path.write_text(script)
+    ended = run("-P", path, tmp_path / "c")
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert_holds(tmp_path / "c", 1, 3)
+
+
+@pytest.mark.long
+def test_the_workers_of_a_data_loader_end_with_the_program_or_at_its_wish(
+    tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    pytest.importorskip("torch")
+    script = f"""
+{PRELUDE}
+from torch.utils.data import DataLoader
+class Stuck:
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        print("began", flush=True)
+        time.sleep(1000)
+with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
+    batches = iter(DataLoader(Stuck(), num_workers=1))
+    worker = batches._workers[0]
+    worker.terminate()
+    worker.join()
+    print(worker.exitcode)
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "0"
+
+
+def test_the_error_of_a_data_loader_follows_the_signal(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{WORKER}
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
+    with held("sync"):
+        ckpt.snapshot(providers(1), step=1)
+        end_both()
+    threading.Event().wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "mine\n"), ended.stderr
+    assert ended.stderr.endswith("RuntimeError: a worker is killed by a signal\n")
+    assert_holds(tmp_path, 1)
+
+
+def test_the_log_says_that_an_announced_snapshot_is_not_taken(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{WORKER}
+with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace="10min", **OPTIONS) as ckpt:
+    ckpt.snapshot(providers(1), step=1).wait_committed()
+    ckpt.due(2), ckpt.due(3)
+    end_both()
+    ckpt._last._bell.wait_for(lambda: ckpt._last._answer)
+    raise RuntimeError("the loader has no more batches")
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    announced, told = ended.stdout.splitlines()
+    assert announced.startswith("SIGTERM: a last snapshot from step 4 on: ")
+    assert told == "SIGTERM: no last snapshot: the loop has ended. Those in flight are finished"
+    assert_holds(tmp_path, 1)
+
+
 def test_no_last_snapshot_is_taken_if_it_would_be_cut_off(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run("-c", LOOP.replace("GRACE", "1e-6"), tmp_path)
     assert ended.returncode == -signal.SIGTERM, ended.stderr

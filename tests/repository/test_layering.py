@@ -59,7 +59,19 @@ FRAMEWORKS = {
 }
 STORAGE = {"_base", "storage"}
 """The packages that may call the system on files. ``adapters`` may, too: frameworks hand them files of their own."""
-PURE = {"PathLike", "environ", "fsdecode", "fsencode", "fspath", "getpid", "kill", "register_at_fork", "strerror"}
+PURE = {
+    "PathLike",
+    "_exit",
+    "environ",
+    "fsdecode",
+    "fsencode",
+    "fspath",
+    "getpid",
+    "getppid",
+    "kill",
+    "register_at_fork",
+    "strerror",
+}
 """Names of ``os`` that do not touch files."""
 NO_CHECKPOINTS = {
     "executor.timeline": "writes a trace to the path that the user gives",

@@ -90,6 +90,16 @@ def test_a_loop_that_asks_too_late_is_not_waited_for(caplog: pytest.LogCaptureFi
     assert caplog.messages[-1] == "SIGTERM: no last snapshot: due() was not called in time"
 
 
+def test_a_loop_that_ends_before_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    held = Held(1000, 3.0)
+    held.last._bell.wait_for(lambda: held.last._answer)
+    held.last.end()
+    held.end()
+    assert caplog.messages[-1] == "SIGTERM: no last snapshot: the loop has ended. Those in flight are finished"
+    held.last.end()
+    assert len(caplog.messages) == 2
+
+
 def test_without_a_grace_time_nothing_waits() -> None:
     done: list[bool] = []
     last = LastSnapshot(None, lambda: 1.0, SoloWorld(), "last")
