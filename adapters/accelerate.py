@@ -87,12 +87,12 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         """Replaces ``Accelerator.save_state``; returns the path that the folder will have."""
         accelerator = self._accelerator
         config = accelerator.project_configuration
-        write = partial(self._write, words, options)
+        write, meets = partial(self._write, words, options), accelerator.distributed_type == DistributedType.FSDP
         if not config.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
             location.refuse_address(output_dir)
-            self.save(Path(output_dir).absolute(), write)
+            self.save(Path(output_dir).absolute(), write, meets=meets)
             return Path(output_dir)
         project = Path(accelerator.project_dir)
         root = (project / "checkpoints").absolute()
@@ -104,7 +104,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
                 raise ValueError(f"{final} already exists. Set iteration of the project configuration to go on from")
         # not in the same folder: load_state takes any folder there for a checkpoint
         rotate = partial(_rotate, root, limit, final)
-        self.save(final, write, retain=rotate, room=project.absolute(), replace=taken)
+        self.save(final, write, retain=rotate, room=project.absolute(), replace=taken, meets=meets)
         return project / "checkpoints" / final.name
 
     def _write(self, words: Any, options: Any, folder: Path, snapshots: list[Snapshot]) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from datastates._base import log
 from datastates._base.workers import Work
-from datastates.adapters import looks, naming
+from datastates.adapters import looks, naming, small_files
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, guarded_of, wait_for_all
@@ -77,6 +77,7 @@ class FolderCheckpoints:
         retain: Callable[[], None] | None = None,
         room: Path | None = None,
         replace: bool = False,
+        meets: bool = False,
     ) -> None:
         """Begin a checkpoint. All ranks call it together. Code that looks at it from now on waits until it has ended.
 
@@ -88,12 +89,15 @@ class FolderCheckpoints:
                 An OSError of it is logged.
             room: The place of the folder until it gets its name; by default beside ``final``.
             replace: Whether the checkpoint replaces everything that is in the folder now.
+            meets: Whether ranks wait for each other in ``write``. A failure of storage there is then raised, except of
+                ``torch.save``, also with ``on_error="warn"``: the others would wait for ever.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is begun, or it has
                 waited for this one, which has failed.
             CommitError: The folder cannot get that name. The other ranks hear of it.
-            Exception: An error that ``write`` raises. The other ranks hear of it.
+            OSError: With ``on_error="raise"``, the folder cannot be made, or ``write`` cannot write. The others hear.
+            Exception: Any other error that ``write`` raises. The other ranks hear of it.
         """
         name = f"{self._kind}/{self._number}"
         self._number += 1  # before anything can fail: all ranks must count the same
@@ -140,18 +144,24 @@ class FolderCheckpoints:
                 end(failure)
 
         what = f"the checkpoint {final}"
+        failed = list[OSError]() if self.files.settings.on_error == "warn" else None
         self._under_way.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(course_of(x).ended for x in s)}
         self.snapshots = in_flight | {final: snapshots}
         try:
-            with looks.unwatched():
+            with looks.unwatched(), small_files.collected(final, failed):
                 locked.callback(pending.close)
                 pending.begin()
                 naming.refuse(target)
                 staged.mkdir(exist_ok=True)
                 if world.rank == 0:
                     before = naming.contents(target)
-            write(staged, snapshots)
+            whole = meets and world.size > 1
+            if not failed or whole:
+                with small_files.written(staged, final, failed, whole=whole):
+                    write(staged, snapshots)
+            if failed:
+                raise failed[0]
             older = None if retain is None else naming.numbered(target.name)
             self.files.then(
                 what, list(map(course_of, snapshots)), end_unless_interrupted, final=target, older=older, room=room
@@ -161,7 +171,8 @@ class FolderCheckpoints:
                 # an interrupt must not be raised again later
                 spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
                 self.files.then(what, [*map(course_of, snapshots), *self.files.under_way(staged.parent)], end)
-            raise
+            if not failed or error is not failed[0]:
+                raise
         if needed is not None:
             self.files.show(final.name, needed)
 

@@ -291,6 +291,16 @@ class TorchFiles:
                 self._in_order.put(Work(call))
             raise
 
+    def fail(self, name: str, error: BaseException) -> None:
+        """Let a checkpoint that could not be begun count as failed; raises ``error`` with ``on_error="raise"``."""
+        if self.settings.on_error == "raise":
+            raise error
+
+        def act(_: BaseException | None) -> None:
+            raise error
+
+        self.then(name, [], act)
+
     def _see(self, ended: Flag, failures: Sequence[BaseException]) -> BaseException | None:
         """Wait for a checkpoint's end, as code looks at it; returns why nothing may be deleted now, or None."""
         ended.wait()

@@ -165,7 +165,7 @@ class TrainerCheckpoints(FolderCheckpoints):
         def rotate() -> None:
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        self.save(final, write, needed=needed, retain=rotate)
+        self.save(final, write, needed=needed, retain=rotate, meets=trainer.is_fsdp_enabled)
 
     def _name_best(self, final: Path, trial: Any) -> None:
         """Tell the Trainer the folder of the best model, as it does itself once that folder exists."""

@@ -155,6 +155,8 @@ def _saving(original: Any) -> Any:
                 result = original(*given.args, **given.kwargs)
             except BaseException as error:
                 ours.seal(error)
+                if ours.only_logs(error, midway=True):
+                    return False
                 raise
             ours.seal()
         return result

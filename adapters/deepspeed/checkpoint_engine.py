@@ -237,8 +237,16 @@ class CheckpointEngine:
             except (ThreadStartError, ClosedError):
                 opened.finish(why)
             self._opened = None  # not earlier: where this is interrupted, the next call seals it
-        if spoiled is not None and given_up is None:
+        if spoiled is not None and given_up is None and not self.only_logs(spoiled):
             raise spoiled
+
+    def only_logs(self, error: BaseException, *, midway: bool = False) -> bool:
+        """Whether a failure is only logged: one of storage, with ``on_error="warn"``.
+
+        ``midway``: it has ended DeepSpeed's call, in which other ranks may wait for this one.
+        """
+        is_alone = self._world.size == 1
+        return self.settings.on_error == "warn" and isinstance(error, OSError) and (is_alone or not midway)
 
     def wait(self, persist: bool = True) -> bool:
         """Wait for the checkpoints under way.

@@ -20,6 +20,7 @@ from datastates.adapters.tried import warn_of_untried
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
+from datastates.errors import StorageError
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.storage import location, store_of
@@ -105,7 +106,11 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             return
         with asking.closing(self.teardown):
             with _one_at_a_time, looks.unwatched():
-                self._begin(checkpoint, final)
+                self.files.begin()
+                try:
+                    self._begin(checkpoint, final)
+                except StorageError as error:
+                    self.files.fail(_called(final), error)
             if needed is not None:
                 self.files.show(final.name, needed)
 
@@ -118,7 +123,6 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         home = Location(final.parent)
         store_of(home).make_folder(home)
-        self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
             tier_of(home).sweep(HIDDEN)
@@ -140,7 +144,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             pending.begin()
             snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy)
             self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
-            self.files.then(f"the checkpoint {final}", [course_of(snapshot)], name, final=final)
+            self.files.then(_called(final), [course_of(snapshot)], name, final=final)
         except BaseException:
             if ending.take() is not None:
                 self.files.give_up(pending)
@@ -193,6 +197,10 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         """
         with _one_at_a_time:
             self.files.close()
+
+
+def _called(final: Path) -> str:
+    return f"the checkpoint {final}"
 
 
 def _file(path: Any) -> Path | None:

@@ -97,7 +97,7 @@ class StrategyCheckpoints(FolderCheckpoints):
                 self._stock_save(checkpoint, folder, storage_options)
 
         with asking.closing(self.close):
-            self.save(final, write, needed=asking.needed())
+            self.save(final, write, needed=asking.needed(), meets=True)
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for begun saves first; keeps it if the last failed."""

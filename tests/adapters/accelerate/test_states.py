@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hold import GATE, held
 from short import first
 
 from datastates import _native
+from datastates._base import faults
 from datastates.adapters import looks
 from datastates.errors import CommitError, SettingsError, StorageError
 
@@ -96,6 +98,44 @@ def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType,
         loop.accelerator.end_training()
     assert folders(tmp_path) == {"checkpoint_2", "checkpoint_3"}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
+
+
+@pytest.mark.parametrize("where", ["mkdir", "a small file"])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_full_disk_ends_training_only_if_it_is_to(
+    on_error: str, where: str, training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setitem(training.OPTIONS, "on_error", on_error)
+    loop = training.Loop(tmp_path)
+    accelerator = loop.accelerator
+
+    def fill(models: Any, weights: Any, folder: str) -> None:
+        (Path(folder) / "random_states_0.pkl").symlink_to("/dev/full")
+
+    hook = accelerator.register_save_state_pre_hook(fill) if where == "a small file" else None
+    if hook is None:
+        faults.arm(faults.Fault("store.mkdir", "fail", errno.ENOSPC))
+    loop.train(4)
+    if on_error == "raise":
+        with pytest.raises(StorageError, match="No space left") as told:
+            loop.train(5)
+        assert str(tmp_path) in str(told.value.filename)
+        loop.checkpoints.wait()
+    else:
+        loop.train(5)
+        loop.checkpoints.wait()
+        (line,) = [m for m in caplog.messages if "has failed" in m]
+        assert "checkpoint_1" in line
+        assert "No space left" in line
+        assert loop.checkpoints.files.failures == 1
+    assert not list(tmp_path.rglob("checkpoint_1*"))
+    if hook is not None:
+        hook.remove()
+    faults.clear()
+    loop.train(10)
+    with contextlib.suppress(StorageError):  # it is raised again at the end
+        accelerator.end_training()
+    assert "checkpoint_2" in folders(tmp_path)
 
 
 def test_a_folder_of_its_own_choice_is_written_as_accelerate_writes_it(training: ModuleType, tmp_path: Path) -> None:

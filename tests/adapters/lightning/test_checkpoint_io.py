@@ -176,6 +176,21 @@ def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Pat
     assert io.files.failures == 1
 
 
+def test_a_checkpoint_that_cannot_be_begun_is_only_logged_with_warn(
+    training: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io, old = training.DataStatesCheckpointIO(**training.OPTIONS, on_error="warn"), tmp_path / "old.ckpt"
+    io.save_checkpoint({"state_dict": {}}, old)
+    io.files.wait()
+    faults.arm(faults.Fault("store.mkdir", "fail", errno.ENOSPC))
+    io.save_checkpoint({"state_dict": {}}, tmp_path / "new" / "new.ckpt")
+    io.remove_checkpoint(old)  # as Lightning does once it has saved a new one
+    io.teardown()
+    assert io.files.failures == 1
+    assert any("new.ckpt has failed" in line and "No space left" in line for line in caplog.messages)
+    assert [path.name for path in tmp_path.iterdir()] == [old.name]
+
+
 @pytest.mark.long
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     script = f"""
