@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import TypedDict
 
 from datastates._base.sizes import CHUNK, PAGE
@@ -26,6 +35,14 @@ def _check_size(value: object) -> object:
     raise ValueError(f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
 
 
+def seconds(text: str) -> float:
+    """The seconds that a text such as ``"90"``, ``"2h"`` or ``"30min"`` means; raises ValueError for any other."""
+    try:
+        return _DURATIONS.validate_python(text)
+    except ValidationError:
+        raise ValueError(f"{text!r} is no time: seconds, or a number with s, min, h or d") from None
+
+
 def _in_seconds(value: object) -> object:
     """Turn a number with a unit of time into seconds, and leave other numbers to pydantic."""
     if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
@@ -34,6 +51,7 @@ def _in_seconds(value: object) -> object:
 
 
 Duration = Annotated[float, BeforeValidator(_in_seconds), Field(gt=0, allow_inf_nan=False)]
+_DURATIONS: TypeAdapter[float] = TypeAdapter(Duration)
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
 SizeOrAuto = Annotated[
     ByteSize | Literal["auto"], BeforeValidator(lambda value: value if value == "auto" else _check_size(value))

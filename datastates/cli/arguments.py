@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from datastates.commit.names import checked_step
+from datastates.config import seconds
 from datastates.storage.location import Location
 
 
@@ -27,6 +28,14 @@ def add_step(command: argparse.ArgumentParser) -> None:
     """Add the option ``--step``."""
     what = "the step in a directory of checkpoints; default: the newest"
     command.add_argument("--step", type=_step, metavar="N", help=what)
+
+
+def as_seconds(text: str) -> float:
+    """The type of arguments that are times; raises argparse.ArgumentTypeError for anything else."""
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _step(text: str) -> int:

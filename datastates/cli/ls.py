@@ -8,8 +8,8 @@ import time
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from datastates.cli.arguments import as_location
-from datastates.cli.output import flush, print_json, printable, say
+from datastates.cli.arguments import as_location, as_seconds
+from datastates.cli.output import complain, flush, print_json, printable, say
 from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import tier_of
@@ -49,13 +49,31 @@ def run(arguments: argparse.Namespace) -> int:
             _print(listing, arguments)
     if not any(listing):
         return 2
-    return 1 if any("error" in e for e in listing.found) else 0
+    is_recent = arguments.newest_within is None or _is_recent(listing.found, arguments.newest_within)
+    return 0 if is_recent and not any("error" in e for e in listing.found) else 1
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments to the command's parser."""
     command.add_argument("path", metavar="PATH", type=as_location, help="a directory of checkpoints, or a checkpoint")
     command.add_argument("--watch", action="store_true", help="list again whenever something has changed, until Ctrl-C")
+
+    what = "exit 1 if the newest whole checkpoint is older than TIME, such as 30min or 2h"
+    command.add_argument("--newest-within", metavar="TIME", type=as_seconds, help=what)
+
+
+def _is_recent(found: list[dict[str, Any]], most: float) -> bool:
+    """Whether the newest whole checkpoint was committed in the last ``most`` seconds; if not, says so."""
+    newest_whole = next((e for e in reversed(found) if "error" not in e), None)
+    if newest_whole is None:
+        complain("no checkpoint is whole")
+        return False
+    with contextlib.suppress(ValueError):  # no date
+        made = datetime.fromisoformat(newest_whole["created"]).astimezone(timezone.utc)
+        if (datetime.now(timezone.utc) - made).total_seconds() <= most:
+            return True
+    complain(f"the newest whole checkpoint, {newest_whole['name']}, is of {newest_whole['created']}")
+    return False
 
 
 def _look(path: Location) -> _Listing:

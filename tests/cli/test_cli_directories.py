@@ -57,6 +57,32 @@ def test_ls_escapes_what_could_control_a_terminal(root: Path, capsys: pytest.Cap
     assert "\\x1b[2J" in run(capsys, "ls", root)[1]
 
 
+def test_ls_tells_whether_the_newest_whole_one_is_recent(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ls", "--newest-within", "2h", root)[0] == 0
+    newest = root / "step-00000085"
+    for made in ("2020-01-02T03:04:05+00:00", "yesterday"):
+        old = manifest.open(newest).model_copy(update={"created": made})
+        (newest / "manifest.json").write_bytes(manifest.encode(old))
+        assert commands.main(["ls", "--newest-within", "2h", str(root)]) == 1
+        assert f"the newest whole checkpoint, step-00000085, is of {made}" in capsys.readouterr().err
+        assert run(capsys, "ls", root)[0] == 0
+    (newest / CONTAINER).unlink()  # the one before it is recent, and the damage is an error of its own
+    assert commands.main(["ls", "--newest-within", "2h", str(root)]) == 1
+    assert capsys.readouterr().err == ""
+    for step in (80, 100):
+        (root / f"step-{step:08d}" / CONTAINER).unlink()
+    assert commands.main(["ls", "--newest-within", "2h", str(root)]) == 1
+    assert "no checkpoint is whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["soon", "2 weeks", "-1", "0"])
+def test_ls_refuses_what_is_no_time(time: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["ls", f"--newest-within={time}", str(root)])
+    assert ended.value.code == 2
+    assert f"{time!r} is no time" in capsys.readouterr().err
+
+
 def test_ls_lists_a_directory_without_a_manifest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-00000100" / manifest.FILE).unlink()
     status, found = run_json(capsys, "ls", root)
