@@ -184,6 +184,7 @@ def restore_by(
     *,
     other: Format | None = None,
     wait: Callable[[], None] = lambda: None,
+    prove: Callable[[], None] = lambda: None,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
 
@@ -195,6 +196,7 @@ def restore_by(
         options: Fields of a :class:`~datastates.restoring.request.RestoreRequest`, as the user gave them.
         other: The format of the checkpoint, if it is not this package's.
         wait: Called when the state may change, before a checkpoint is chosen.
+        prove: Called on the coordinator before a checkpoint is looked for; raises StorageError to refuse the directory.
 
     Returns:
         The result; None if there is no checkpoint at all.
@@ -210,7 +212,11 @@ def restore_by(
         meeting = meetings(0)
         restored = Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).run()
     else:
-        candidates = partial(newest.candidates, path, request.step, certain=not request.fallback)
+
+        def candidates() -> list[Location]:
+            prove()
+            return newest.candidates(path, request.step, certain=not request.fallback)
+
         found = restore_newest(providers, candidates, executor, meetings, request)
         if found is None:
             return None if request.step is None else recognise.refuse_absence(path, request.step)

@@ -297,6 +297,7 @@ class Checkpointer:
             lambda _: executor,
             request,
             wait=self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
+            prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
@@ -306,10 +307,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
+        self._opening.refuse_elsewhere()
         return list(newest.committed(self._tier))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
+        self._opening.refuse_elsewhere()
         return next(reversed(newest.by_certain_age(self._tier)), None)
 
     def trace(self, path: str | os.PathLike[str]) -> None:

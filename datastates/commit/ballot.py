@@ -32,6 +32,7 @@ from datastates.ranks.together import is_told
 from datastates.ranks.world import World
 from datastates.storage import store_of
 from datastates.storage.location import Location
+from datastates.storage.store import ABSENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +116,7 @@ class Ballot:
             StorageError: Rank 0 cannot write down that this run saves there.
         """
         self._begin()
-        return self._tier.pending(expected, self._attempt, b"" if self._opening is None else self._opening.mark)
+        return self._tier.pending(expected, self._attempt, None if self._opening is None else self._opening.mark)
 
     def cast(
         self, vote: Vote, pending: Uncommitted, target: Callable[[], Location], retain: Callable[[], None]
@@ -176,15 +177,22 @@ class Ballot:
         return Location.decode(done[1:])
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """FencedError where a newer run has begun to save in the directory; else ``error``."""
+        """The cause of an error, if it is known.
+
+        FencedError where a newer run has begun to save in the directory; StorageError where the directory is not the
+        one that was opened; else ``error``.
+        """
         if self._opening is not None and isinstance(error, CommitError | StorageError):
             try:
                 self._opening.refuse_if_fenced()
             except FencedError as fenced:
                 fenced.__cause__ = error
                 return fenced
-            except StorageError:
-                pass  # the first error tells more
+            except StorageError as elsewhere:
+                # no file is found where a mount is lost; else the first error tells more
+                if isinstance(error, StorageError) and {error.errno, elsewhere.errno} <= set(ABSENT):
+                    elsewhere.__cause__ = error
+                    return elsewhere
         return error
 
     def decline(self, error: BaseException) -> None:

@@ -52,7 +52,7 @@ class DirectoryTier(Tier):
         return self.root / (f"{name}.r{1 + max(taken)}" if taken else name)
 
     @override
-    def pending(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> Pending:
+    def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Pending:
         return Pending(target, attempt, mark)
 
     @override

@@ -42,7 +42,7 @@ from datastates.commit.writers import Writer
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Store, store_of
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT
+from datastates.storage.store import ABSENT, absent
 
 FOLDER = ".openings"
 _RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
@@ -98,6 +98,9 @@ class DirectoryOpening(Opening):
         self._saves = False
         self._fence: str | None = None  # why it is fenced
         self._beginning = threading.Lock()
+        self._place = None if (found := _store(root).look(root)) is None else found.place
+        self._mount = _store(root).mount(root)
+        self._own: tuple[int, ...] = ()  # the place and the time of this run's file
         _openings.add(self)
 
     @classmethod
@@ -133,6 +136,7 @@ class DirectoryOpening(Opening):
             return
         with self._beginning:
             if not self._number:
+                self.refuse_elsewhere()
                 self._number = _numbered(self.root, self._owner)
             self.refuse_if_fenced()
             if self._saves:
@@ -152,7 +156,14 @@ class DirectoryOpening(Opening):
     def refuse_if_fenced(self) -> None:
         self.refuse_if_known_fenced()
         newest = _newest_saving(self.root)
-        if newest is None or newest.number <= self._number:
+        if newest is None or newest.number < self._number:
+            if self._saves:
+                raise self._elsewhere()
+            self.refuse_elsewhere()
+            return
+        if newest.number == self._number:
+            if not self._is_own(newest):
+                raise self._elsewhere()
             return
         told = _told(newest.path)
         if told.get("owner") != self._owner:
@@ -166,7 +177,43 @@ class DirectoryOpening(Opening):
             raise FencedError(self._fence)
 
     @override
+    def refuse_elsewhere(self) -> None:
+        found = _store(self.root).look(self.root)
+        if found is not None and found.place == self._place:
+            return
+        # a mount that comes back has other numbers, and some file systems change them by themselves
+        if found is not None and self._number and any(map(self._is_own, _records(self.root))):
+            self._place = found.place
+            return
+        raise self._elsewhere()
+
+    def _is_own(self, record: _Record) -> bool:
+        """Whether a file in ``.openings`` is of the process that opened. Another run may have got the number anew."""
+        found = _store(self.root).look(record.path)
+        stamp = () if found is None else (*found.place, found.changed)
+        if stamp and stamp != self._own:
+            told = _told(record.path, certain=True)
+            cut_short = not told and record.number == self._number  # as an interrupt leaves it
+            if not cut_short and told.get("owner") != self._owner:
+                return False
+            self._own = stamp
+        return bool(stamp)
+
+    def _elsewhere(self) -> StorageError:
+        found = _store(self.root).look(self.root)
+        number, what = (errno.ENOENT, "is gone") if found is None else (errno.ESTALE, "is another directory now")
+        if found is not None and found.kind != "folder":
+            number, what = errno.ENOTDIR, f"is a {found.kind} now"
+        if self._mount != _store(self.root).mount(self.root):
+            why = f"the mount at {self._mount} is lost. This run goes on to save once it is mounted again"
+        else:
+            why = f"the directory that was opened, or {FOLDER} in it, was deleted, moved or replaced"
+        text = f"{self.root} {what}: {why}. To save in what is there now, open it by a new Checkpointer"
+        return StorageError(number, "open", str(self.root), text)
+
+    @override
     def close(self) -> None:
+        _openings.discard(self)
         if not self._is_only or os.getpid() != self._process:
             return
         with contextlib.suppress(OSError):
@@ -223,7 +270,7 @@ def fenced(root: Location) -> Callable[[Writer], bool]:
 
 
 _openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
-"""The openings of this process, and of the process that it was forked off."""
+"""The openings of this process, and of the process that it was forked off, that are not closed."""
 
 
 def _after_fork() -> None:
@@ -253,19 +300,28 @@ def _identity(owner: str) -> bytes:
     return json.dumps(told).encode()
 
 
-def _told(path: Location) -> dict[str, object]:
-    """The fields in a file of ``.openings``; empty if the file is gone, or was cut short as its machine went down."""
-    with contextlib.suppress(OSError, ValueError):
+def _told(path: Location, *, certain: bool = False) -> dict[str, object]:
+    """The fields in a file of ``.openings``; empty if the file is gone, or was cut short as its machine went down.
+
+    With ``certain``, StorageError if it cannot be read.
+    """
+    try:
         told = json.loads(_store(path).read_all(path, _MOST))
-        if isinstance(told, dict):
-            return told
-    return {}
+    except ValueError:
+        return {}
+    except StorageError as error:
+        if certain and error.errno not in ABSENT:
+            raise
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _numbered(root: Location, owner: str) -> int:
     """Write down a new opening; returns its number, which is above all others."""
     folder = root / FOLDER
     while True:
+        if not _store(root).is_folder(root):
+            raise absent("open", root)
         number = 1 + max((record.number for record in _records(root)), default=0)
         # another process took that number, or deleted the folder when it closed
         with _ignoring(errno.EEXIST, errno.ENOENT):

@@ -37,11 +37,12 @@ class Pending(Uncommitted):
         files: The files of this process.
     """
 
-    def __init__(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> None:
+    def __init__(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> None:
         """Choose the partial directory, beside ``target``; nothing is made yet.
 
         ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
-        directory is this process's alone and gets a random name. The lock file gets a line with ``mark``.
+        directory is this process's alone and gets a random name. The lock file gets a line with ``mark``. None: it
+        belongs to no opening, so the folder around it is made if needed.
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
@@ -64,7 +65,8 @@ class Pending(Uncommitted):
     @override
     def begin(self) -> Pending:
         root, again = self.target.parent, False
-        store_of(root).make_folder(root)
+        if self._mark is None:
+            store_of(root).make_folder(root)
         while True:
             self._make(again=again)
             again = True

@@ -28,15 +28,17 @@ class Run:
         self._deletion = threading.Lock()
 
     def begin(self) -> None:
-        """Begin to save, on the coordinator. The first call fences earlier runs, and removes what they left.
+        """Begin to save. On the coordinator the first call fences earlier runs, and removes what they left.
 
         Raises:
             FencedError: A newer run has begun to save in the tier.
-            StorageError: It cannot be written down that this run saves there.
+            StorageError: It cannot be written down that this run saves there, or the place is another one now.
         """
         if self._is_coordinator:
             # not when it was opened: who only reads deletes nothing
             self._opening.begin_to_save(self._tier.sweep)
+        else:
+            self._opening.refuse_elsewhere()
 
     def retain(self) -> None:
         """Delete the checkpoints that are not kept. Called after each commit."""

@@ -117,7 +117,15 @@ class Opening(ABC):
 
     @abstractmethod
     def refuse_if_fenced(self) -> None:
-        """Raise FencedError if a newer opening, of another process, has begun to save."""
+        """Raise FencedError if a newer opening, of another process, has begun to save.
+
+        Raises:
+            StorageError: As for :meth:`refuse_elsewhere`.
+        """
+
+    @abstractmethod
+    def refuse_elsewhere(self) -> None:
+        """Raise StorageError if the place is no longer the one that was opened, as where a mount was lost."""
 
     @abstractmethod
     def refuse_if_known_fenced(self) -> None:
@@ -162,14 +170,14 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def pending(self, target: Location, attempt: str | None = None, mark: bytes = b"") -> Uncommitted:
+    def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Uncommitted:
         """A checkpoint that no reader sees until it is committed. Nothing is made yet.
 
         Args:
             target: The path that it is expected to have.
             attempt: 8 hexadecimal digits: the name of the attempt, in which other ranks write, too. None: a random
                 name, of an attempt of this process alone.
-            mark: The mark of the opening that it belongs to, if it belongs to one.
+            mark: The mark of the opening that it belongs to; None without one. Only without one is the place made.
         """
 
     @abstractmethod

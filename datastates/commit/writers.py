@@ -25,8 +25,8 @@ class Writer(NamedTuple):
     process: str
 
 
-def line(mark: bytes) -> bytes:
-    """The line of this process. ``mark`` is that of its opening, empty without one."""
+def line(mark: bytes | None) -> bytes:
+    """The line of this process. ``mark`` is that of its opening, empty or None without one."""
     return b" ".join([mark or b"0 -", own_name().encode()]) + b"\n"
 
 

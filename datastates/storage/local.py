@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
+from datastates.storage import mounts
 from datastates.storage.local_files import LocalLock, LocalWriter
 from datastates.storage.location import Location, PathLike
 from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
@@ -28,7 +29,10 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class LocalStore(Store):
-    """Files and folders of file systems, by absolute path. Nothing is kept in memory."""
+    """Files and folders of file systems, by absolute path.
+
+    Nothing is kept in memory but the mounts under the folders that :meth:`make_folder` was asked for.
+    """
 
     def __init__(self, stage: str) -> None:
         """Ignore ``stage``: only :class:`~datastates.storage.faulty.FaultyStore` uses it."""
@@ -61,6 +65,10 @@ class LocalStore(Store):
                 if error.errno in (errno.ENOENT, errno.ENOTDIR) or (stale_ok and error.errno == errno.ESTALE):
                     return []
                 raise
+
+    @override
+    def mount(self, path: Location) -> str:
+        return mounts.under(path)
 
     @override
     def target(self, link: Location) -> str:
@@ -129,9 +137,18 @@ class LocalStore(Store):
 
     @override
     def make_folder(self, path: Location) -> None:
+        found = self.look(path)
+        if found is not None and found.kind == "folder" and mounts.is_known(path, found.place):
+            return
+        mounts.refuse_lost(path)
+        self._make(path)
+        if (made := self.look(path)) is not None:
+            mounts.remember(path, made.place)
+
+    def _make(self, path: Location) -> None:
         if os.path.isdir(path):
             return
-        self.make_folder(path.parent)
+        self._make(path.parent)
         self.add_folder(path, exist_ok=True)  # another process may have made it meanwhile
         self.sync_folder(path.parent)
 

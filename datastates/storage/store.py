@@ -127,6 +127,11 @@ class Store(ABC):
         ``stale_ok``: NFS' ESTALE means that another process has deleted the folder, and not that a mount was lost.
         """
 
+    def mount(self, path: Location) -> str:
+        """Where the storage that holds a path is mounted; empty where there is no such thing."""
+        del path
+        return ""
+
     def has_stood_still(self, folder: Location) -> bool:
         """Whether nothing in a folder has changed for a day, so that nobody is expected to write into it any more."""
         return time.time() - self._last_change(folder) / 1e9 > _LONG
@@ -197,7 +202,11 @@ class Store(ABC):
 
     @abstractmethod
     def make_folder(self, path: Location) -> None:
-        """Make a folder and missing folders above it, each durable. It is no error if the folder is there."""
+        """Make a folder and missing folders above it, each durable. It is no error if the folder is there.
+
+        Raises StorageError if the process has made a folder in the same way on a mount that is lost: the folder would
+        be made on what lies below the mount.
+        """
 
     @abstractmethod
     def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:

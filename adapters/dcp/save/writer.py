@@ -193,6 +193,12 @@ class DataStatesStorageWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._finishes = is_coordinator or not self.use_collectives
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the checkpoint's folder, but not below a mount that is lost; raises StorageError."""
+        folder = Location(self.path)
+        store_of(folder).make_folder(folder)
+        return super().prepare_local_plan(plan)
+
     def _enter(self) -> None:
         if self._is_taken():
             raise _taken()
