@@ -220,7 +220,7 @@ class DirectoryOpening(Opening):
             records = _records(self.root)
             if all(record.number == self._number for record in records):
                 for record in records:
-                    _store(self.root).remove(record.path)
+                    _store(self.root).remove(record.path, missing_ok=True)
                 _store(self.root).remove_empty(self.root / FOLDER)
 
     def _write_down_saving(self) -> None:

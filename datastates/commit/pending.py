@@ -114,7 +114,7 @@ class Pending(Uncommitted):
         path = self._take_name(target)
         try:
             # not earlier: a partial directory without the lock file counts as abandoned
-            store.remove(path / LOCK, operation="unlock")
+            store.remove(path / LOCK, missing_ok=True, operation="unlock")  # s3fs no longer finds it after the rename
             store.sync_folder(path.parent)
         except StorageError:
             with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint, and touch no other one

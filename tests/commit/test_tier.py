@@ -13,7 +13,7 @@ from memory_store import MemoryStore
 from datastates.commit import directories, fence, health, manifest, newest, retention, sequence
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
-from datastates.commit.pending import Pending, publish_files
+from datastates.commit.pending import LOCK, Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
@@ -127,6 +127,20 @@ def test_a_commit_that_fails_after_the_name_is_taken_back(
     assert newest.committed(tier) == {}
     begun.abandon()
     assert directories.entries(tier.root) == []
+
+
+def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on s3fs: it remembers for a while that a name in the new folder was absent."""
+    kind: type[Store] = type(store_of(tier.root))
+    rename = kind.rename
+
+    def lose(store: Store, source: Location, target: Location) -> None:
+        store.remove(source / LOCK)
+        rename(store, source, target)
+
+    begun = pending(tier, 1)
+    monkeypatch.setattr(kind, "rename", lose)
+    assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(tier.root)
 
 
 def test_ranks_write_one_checkpoint(tier: Tier) -> None:
