@@ -85,15 +85,16 @@ def _look(path: Location) -> _Listing:
     if not store_of(path).is_folder(path):
         raise CheckpointNotFoundError(f"{path} is {unknown.what_is(path) or 'neither a directory nor a checkpoint'}")
     tier, found = tier_of(path), []
-    by_age = newest.by_age(tier)
+    every = tier.checkpoints()
+    known = {one.path.name for one in every}
+    by_age = newest.oldest_first(every)
     for age, (step, one) in enumerate(by_age.items()):
         later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
         found.append({**_describe(one), "step": step, "superseded_by": later})
     left = [one.name for one in tier.debris()]
-    foreign = [one.name for one in directories.without_manifest(path)]
-    known = {*(one.name for one in directories.steps(path)), *left, *foreign}
+    foreign = [one.name for one in directories.without_manifest(path, known)]
     others = {}
-    for name, other in recognise.others(path, known).items():
+    for name, other in recognise.others(path, {*known, *left, *foreign}).items():
         with contextlib.suppress(StorageError):  # it was deleted meanwhile
             others[name] = recognise.describe(path / name, other)
     in_order = sorted(others.items(), key=lambda item: (item[1].step is None, item[1].step or 0, item[0]))
@@ -128,6 +129,7 @@ def _date(nanoseconds: int) -> str:
 def _describe(path: Location) -> dict[str, Any]:
     """Describe a checkpoint directory for the output: the facts in its manifest, and the checkpoint's fault, if any."""
     entry: dict[str, Any] = {"step": None, "name": path.name or str(path), "superseded_by": None}
+    opened = None
     with contextlib.suppress(FormatError, StorageError):  # reported below
         opened = manifest.open(path)
         entry |= {
@@ -136,7 +138,7 @@ def _describe(path: Location) -> dict[str, Any]:
             "ranks": opened.world_size,
             "bytes": opened.nbytes,
         }
-    if (what := health.problem(path)) is not None:
+    if (what := health.problem(path, opened)) is not None:
         entry["error"] = what
     return entry
 

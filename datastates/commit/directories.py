@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from datastates.commit import manifest
 from datastates.commit.names import STEP, final_of
@@ -12,17 +13,23 @@ from datastates.storage.location import Location
 
 def is_root(path: Location) -> bool:
     """Whether a path is a directory of checkpoints: one with a committed checkpoint in it."""
-    return any(manifest.look(e) is not None for e in steps(path))
+    names = sorted(filter(STEP.match, store_of(path).names(path)))
+    return any(manifest.look(path / name) is not None for name in names)
 
 
-def without_manifest(root: Location) -> list[Location]:
-    """Entries of ``root`` with the name of a checkpoint but no manifest: directories, and links to anything."""
+def without_manifest(root: Location, known: Collection[str] = ()) -> list[Location]:
+    """Entries of ``root`` with the name of a checkpoint but no manifest: directories, and links to anything.
+
+    Those of the ``known`` names, which have one, are not looked at.
+    """
     store = store_of(root)
 
     def has_none(entry: Location) -> bool:
         return manifest.look(entry) is None if store.is_folder(entry) else store.is_link(entry)
 
-    return [e for name in sorted(store.names(root)) if STEP.match(name) and has_none(e := root / name)]
+    return [
+        e for name in sorted(store.names(root)) if STEP.match(name) and name not in known and has_none(e := root / name)
+    ]
 
 
 def steps(root: Location) -> list[Location]:

@@ -8,14 +8,14 @@ import errno
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from typing_extensions import override
 
 from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
-from datastates.commit.directories import entries, partials, steps
+from datastates.commit.directories import entries, partials
 from datastates.commit.names import PARTIAL, STEP, as_debris, stem_of_partial, step_name
 from datastates.commit.pending import LOCK, Pending, is_begun
 from datastates.commit.tier import Committed, Opening, Tier
@@ -28,12 +28,20 @@ from datastates.storage.store import ABSENT
 
 _deleting: set[Location] = set()
 """The partial directories that this process is deleting."""
+_LOOKS = 8
+"""Checkpoints that are known and looked at again at each call."""
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
 
 class DirectoryTier(Tier):
     """The checkpoints that are directories in one directory. See :class:`Pending` for how one of them appears."""
+
+    def __init__(self, root: Location) -> None:
+        """Remember the directory; nothing is read yet."""
+        super().__init__(root)
+        self._found: dict[str, tuple[int, Committed]] = {}
+        self._last = ""
 
     @override
     def open(self) -> Opening:
@@ -72,22 +80,50 @@ class DirectoryTier(Tier):
         return store_of(self.root).open_lock(self.root, write=False)
 
     @override
-    def checkpoints(self, *, certain: bool = False) -> list[Committed]:
-        found = []
-        for entry in steps(self.root):
-            if (match := STEP.match(entry.name)) and (file := manifest.look(entry)) is not None:
-                with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
-                    if (folder := store_of(entry).look(entry)) is None:
-                        continue
-                    changed = folder.changed  # the commit made the last change: it unlinked the lock
-                    try:
-                        sequence = sequence_of(entry, file.version)
-                    except StorageError:
-                        if certain:
-                            raise
-                        sequence = None  # reported to whoever opens it
-                    found.append(Committed(sequence, int(match[1]), int(match[2] or 0), entry, changed))
-        return found
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        steps = {n: i for n, i in store_of(self.root).numbers(self.root).items() if STEP.match(n)}
+        old = {n: one for n, one in self._found.items() if known and steps.get(n) == one[0]}
+        for name in self._turn(old):
+            del old[name]
+        every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
+        found = [one for _, one in every.values() if one is not None]
+        # no lock, which a fork might find taken: of two threads, the later one decides what is known
+        self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}
+        if all(one.sequence is not None for one in found):
+            return found
+        # the commit made the last change of a folder: it unlinked the lock
+        folders = [store_of(one.path).look(one.path) for one in found]
+        return [
+            one._replace(changed=folder.changed)
+            for one, folder in zip(found, folders, strict=True)
+            if folder is not None
+        ]
+
+    def _turn(self, old: Iterable[str]) -> list[str]:
+        """Some of the names, others at each call: a number of a listing may be given again, and a file be replaced."""
+        names = sorted(old)
+        begin = next((i for i, name in enumerate(names) if name > self._last), 0)
+        chosen = [*names[begin:], *names[:begin]][:_LOOKS]
+        self._last = chosen[-1] if chosen else ""
+        return chosen
+
+    def _look(self, name: str, certain: bool) -> Committed | None:
+        """Look at one checkpoint; None if it is none."""
+        entry, match = self.root / name, STEP.match(name)
+        assert match is not None
+        if (file := manifest.look(entry)) is None:
+            if store_of(entry).is_link(entry):
+                _warn_of_link(entry)
+            return None
+        try:
+            sequence = sequence_of(entry, file.version)
+        except CheckpointNotFoundError:  # another process has just deleted it
+            return None
+        except StorageError:
+            if certain:
+                raise
+            sequence = None  # reported to whoever opens it
+        return Committed(sequence, int(match[1]), int(match[2] or 0), entry, 0)
 
     @override
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
@@ -171,6 +207,12 @@ def tier_of(root: Location) -> Tier:
 def sweep_beside(target: Location) -> None:
     """Delete the debris of interrupted writes of the path ``target``, as :meth:`Tier.sweep` does."""
     tier_of(target.parent).sweep(re.compile(re.escape(stem_of_partial(target.name)) + r"\Z"))
+
+
+@functools.cache  # once in a process
+def _warn_of_link(entry: Location) -> None:
+    """Warn of a link named like a checkpoint that leads to none, as when a storage is not mounted."""
+    _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store_of(entry).target(entry))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -13,10 +13,13 @@ from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
-def problem(path: Location) -> str | None:
-    """The fault of a checkpoint directory; None if it looks whole. Does not read its data."""
+def problem(path: Location, opened: manifest.Manifest | None = None) -> str | None:
+    """The fault of a checkpoint directory; None if it looks whole. Does not read its data.
+
+    ``opened``: its manifest, if that was read just now.
+    """
     try:
-        files = manifest.files_of(path, manifest.open(path))
+        files = manifest.files_of(path, opened or manifest.open(path))
         lengths = store_of(path).lengths([file for file, _ in files])
     except (DatastatesError, OSError) as error:
         return str(error)

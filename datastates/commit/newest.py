@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+from collections.abc import Sequence
 from typing import NoReturn
 
 from datastates._base import log
@@ -35,18 +35,9 @@ def candidates(path: Location, step: int | None = None, *, certain: bool = True)
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
-    _warn_of_links(path)
     tier = tier_of(path)
     every = by_certain_age(tier, step) if certain else by_age(tier)
     return list(every.values()) if step is None else [every[step]] if step in every else []
-
-
-@functools.cache  # once in a process
-def _warn_of_links(root: Location) -> None:
-    """Warn of links named like checkpoints that lead to none, as when a storage is not mounted."""
-    for entry in without_manifest(root):
-        if (store := store_of(entry)).is_link(entry):
-            log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store.target(entry))
 
 
 def find(path: Location, step: int | None = None) -> Location:
@@ -89,8 +80,13 @@ def committed(tier: Tier) -> dict[int, Location]:
 
 def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
+    return oldest_first(tier.checkpoints(certain=certain))
+
+
+def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:
+    """As :func:`by_age`, of what a tier has listed."""
     found: dict[int, Location] = {}
-    for step, path in in_order(tier, certain=certain):
+    for step, path in in_order(every):
         found.pop(step, None)
         found[step] = path
     return found
@@ -106,7 +102,10 @@ def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     def choose() -> Location | None:
         return next(reversed(every.values()), None) if step is None else every.get(step)
 
-    every = by_age(tier)
+    found_there = tier.checkpoints()
+    every = oldest_first(found_there)
+    if all(one.sequence is not None for one in found_there):
+        return every
     while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
             if (found := manifest.look(newest)) is not None:
@@ -117,14 +116,12 @@ def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     return every
 
 
-def in_order(tier: Tier, *, certain: bool = False) -> list[tuple[int, Location]]:
-    """Step and path of every committed checkpoint, the oldest first.
+def in_order(every: Sequence[Committed]) -> list[tuple[int, Location]]:
+    """Step and path of every checkpoint that a tier has listed, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
-    manifest cannot be read comes after all whose directories were not changed later than its own. With ``certain``,
-    one that the storage cannot read raises StorageError instead.
+    manifest cannot be read comes after all whose directories were not changed later than its own.
     """
-    every = tier.checkpoints(certain=certain)
     known = [(one.changed, one.sequence) for one in every if one.sequence is not None]
 
     def age(one: Committed) -> tuple[int, bool, int, int]:

@@ -16,48 +16,58 @@ from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
-def _newest_first(tier: Tier) -> list[tuple[int, Location]]:
-    """Step and path of each committed checkpoint in the directory itself, the newest first. Links are left out."""
-    return [(step, path) for step, path in reversed(in_order(tier, certain=True)) if not store_of(path).is_link(path)]
-
-
 def superseded(tier: Tier) -> list[Location]:
     """The committed checkpoints whose step was saved again later, by one that looks whole.
 
     Raises:
         StorageError: A manifest cannot be read.
     """
-    every = _newest_first(tier)
-    count = Counter(step for step, _ in every)
-    again: set[int] = set()
-    found = []
-    for step, path in every:
-        if step in again:
-            found.append(path)
-        elif count[step] > 1 and health.problem(path) is None:
-            again.add(step)
-    return found[::-1]
+    return _superseded(_newest_first(tier))
 
 
 def outdated(tier: Tier, keep: Keep) -> list[Location]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
 
-    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole.
+    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does a link, and
+    nothing is deleted through one.
 
     Raises:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
-    again = superseded(tier)
-    if keep.last is None:
+    every = _newest_first(tier)
+    again = _superseded(every)
+    rest = [(step, path) for step, path in every if path not in again]
+    if keep.last is None or len(rest) <= keep.last:
         return again
     kept, old = 0, []
-    for step, path in _newest_first(tier):
+    for step, path in rest:
         if kept == keep.last:
-            if path not in again and (keep.every is None or step % keep.every):
+            if (keep.every is None or step % keep.every) and not _is_link(path):
                 old.append(path)
-        elif path not in again and health.problem(path) is None:
+        elif not _is_link(path) and health.problem(path) is None:
             kept += 1
     return [*again, *old[::-1]]
+
+
+def _newest_first(tier: Tier) -> list[tuple[int, Location]]:
+    return in_order(tier.checkpoints(certain=True, known=True))[::-1]
+
+
+def _superseded(every: list[tuple[int, Location]]) -> list[Location]:
+    count = Counter(step for step, _ in every)
+    again: set[int] = set()
+    found = []
+    for step, path in every:
+        if count[step] > 1 and not _is_link(path):
+            if step in again:
+                found.append(path)
+            elif health.problem(path) is None:
+                again.add(step)
+    return found[::-1]
+
+
+def _is_link(path: Location) -> bool:
+    return store_of(path).is_link(path)
 
 
 def retain(tier: Tier, keep: Keep) -> None:

@@ -14,7 +14,7 @@ def next_sequence(tier: Tier) -> int:
 
     A manifest that cannot be read may hold a number above all others: it counts for one more.
     """
-    every = [one.sequence for one in tier.checkpoints()]
+    every = [one.sequence for one in tier.checkpoints(known=True)]
     return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
 
 

@@ -24,7 +24,8 @@ class Committed(NamedTuple):
         step: Its step.
         revision: The revision in its name; 0 if there is none.
         path: The checkpoint.
-        changed: When its place was last changed, in nanoseconds by the store's clock.
+        changed: When its place was last changed, in nanoseconds by the store's clock; 0 where no manifest in the tier
+            is unreadable.
     """
 
     sequence: int | None
@@ -187,8 +188,14 @@ class Tier(ABC):
     # --- looking
 
     @abstractmethod
-    def checkpoints(self, *, certain: bool = False) -> list[Committed]:
-        """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest is unreadable."""
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        """Every committed checkpoint, ordered by path.
+
+        Args:
+            certain: Raise StorageError if a manifest is unreadable.
+            known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
+                manifest in an old place is then seen a few calls later.
+        """
 
     @abstractmethod
     def of_attempt(self, target: Location, attempt: str) -> Location | None:

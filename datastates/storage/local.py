@@ -67,6 +67,17 @@ class LocalStore(Store):
                 raise
 
     @override
+    def numbers(self, folder: Location) -> dict[str, int]:
+        with self._call("list", folder):
+            try:
+                with os.scandir(folder) as found:
+                    return {entry.name: entry.inode() for entry in found}
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                    return {}
+                raise
+
+    @override
     def mount(self, path: Location) -> str:
         return mounts.under(path)
 

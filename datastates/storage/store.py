@@ -143,6 +143,10 @@ class Store(ABC):
             return 0 if found is None else found.changed
         return max([found.changed, *(self._last_change(path / name) for name in self.names(path))])
 
+    def numbers(self, folder: Location) -> dict[str, int]:
+        """As :meth:`names`, each with a number that another thing under the same name has, too, only by chance."""
+        return dict.fromkeys(self.names(folder), 0)
+
     @abstractmethod
     def target(self, link: Location) -> str:
         """The path that a link holds."""

@@ -70,7 +70,7 @@ def test_a_checkpoint_appears_at_its_commit(tier: Tier) -> None:
 def test_a_step_that_is_saved_again_gets_a_revision_and_is_the_newest(tier: Tier) -> None:
     for step in (2, 1, 2):
         commit(tier, step)
-    assert [path.name for _, path in newest.in_order(tier)] == [
+    assert [path.name for _, path in newest.in_order(tier.checkpoints())] == [
         "step-00000002",
         "step-00000001",
         "step-00000002.r1",

@@ -11,7 +11,7 @@ from command import run, run_json
 from steps import OPTIONS, assert_holds, providers
 
 import datastates as ds
-from datastates.commit import newest
+from datastates.commit import directory_tier, newest
 from datastates.commit.directory_tier import tier_of
 
 
@@ -82,7 +82,7 @@ def test_a_link_that_leads_nowhere_is_told(
 ) -> None:
     (root.parent / "empty").mkdir()
     (root / "step-00000007").symlink_to(target if target.startswith("step") else root.parent / target)
-    newest._warn_of_links.cache_clear()
+    directory_tier._warn_of_link.cache_clear()
     with caplog.at_level(logging.WARNING, "datastates"), ds.Checkpointer(root, **OPTIONS) as checkpointer:
         restored = checkpointer.restore(providers(0))
         assert checkpointer.steps() == [1, 2, 3]

@@ -16,14 +16,14 @@ from hold import held
 from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
-from datastates.commit import directory_tier, manifest, newest, retention
+from datastates.commit import manifest, newest, retention
 from datastates.commit.directory_tier import DirectoryTier, tier_of
 from datastates.commit.pending import Pending
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
-from datastates.storage import Location
+from datastates.storage import Location, Store, store_of
 
 # --- retention
 
@@ -201,17 +201,18 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    real = directory_tier.steps
+    kind = type(store_of(Location(root)))
+    real = kind.numbers
     listings = 0
 
-    def steps(folder: Path) -> list[Path]:
+    def numbers(store: Store, folder: Location) -> dict[str, int]:
         nonlocal listings
-        found = real(folder)
+        found = real(store, folder)
         listings += 1
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(directory_tier, "steps", steps)
+    monkeypatch.setattr(kind, "numbers", numbers)
     assert retention.superseded(tier_of(root)) == [root / "step-00000001"]
     assert listings > 0
 
