@@ -169,7 +169,13 @@ class Checkpointer:
         before: list[Course] = []
         sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
         name, opening = f"{self._name}/snapshot/{number}", self._opening
-        ballot = Ballot(self._engine.world, name, self._tier, sequence, opening=opening, begin=self._run.begin)
+        run = self._run
+        ballot = Ballot(
+            *(self._engine.world, name, self._tier, sequence),
+            opening=opening,
+            begin=run.begin,
+            make_room=run.make_room,
+        )
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
@@ -244,7 +250,7 @@ class Checkpointer:
         most = self.settings.max_in_flight
         if self.settings.when_busy == "refuse" and len(pending := self._engine.pending()) >= most:
             raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
-        self._engine.wait(most)
+        self._engine.wait(1 if self._run.is_full else most)
 
     # --- restoring
 
@@ -301,6 +307,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
+            self._run.restored = Location(restored.path)
         elif self._engine.world.rank == 0:
             _calls.warn_of_other(self._root)
         return restored

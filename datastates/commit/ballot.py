@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.packing import pack, unpack
-from datastates.commit import catalog, manifest
+from datastates.commit import catalog, manifest, room
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
 from datastates.commit.tier import Opening, Tier, Uncommitted
@@ -87,6 +87,7 @@ class Ballot:
         opening: Opening | None = None,
         begin: Callable[[], None] = lambda: None,
         step: int = -1,
+        make_room: Callable[[], str] = lambda: "",
     ) -> None:
         """Prepare a ballot; nobody is told yet.
 
@@ -98,7 +99,9 @@ class Ballot:
             opening: The opening of the tier that the checkpoint belongs to, if it belongs to one.
             begin: Called before anything is written.
             step: The step of the checkpoint.
+            make_room: Called where the disk is full: deletes what need not be kept, and says so for the error.
         """
+        self._make_room = make_room
         self.world = world
         self._name = name
         self._tier = tier
@@ -176,8 +179,8 @@ class Ballot:
             raise SnapshotSkippedError(done[1:].decode())
         return Location.decode(done[1:])
 
-    def cause_of(self, error: BaseException) -> BaseException:
-        """The cause of an error, if it is known.
+    def cause_of(self, error: BaseException, needed: int) -> BaseException:
+        """The cause of an error, if it is known. A file of ``needed`` bytes was to be written.
 
         FencedError where a newer run has begun to save in the directory; StorageError where the directory is not the
         one that was opened; else ``error``.
@@ -193,6 +196,8 @@ class Ballot:
                 if isinstance(error, StorageError) and {error.errno, elsewhere.errno} <= set(ABSENT):
                     elsewhere.__cause__ = error
                     return elsewhere
+        if room.is_full(error):
+            room.explain(error, needed, self._tier.root, self._make_room())
         return error
 
     def decline(self, error: BaseException) -> None:

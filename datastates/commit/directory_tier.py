@@ -212,7 +212,7 @@ def sweep_beside(target: Location) -> None:
 @functools.cache  # once in a process
 def _warn_of_link(entry: Location) -> None:
     """Warn of a link named like a checkpoint that leads to none, as when a storage is not mounted."""
-    _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store_of(entry).target(entry))
+    log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store_of(entry).target(entry))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -44,8 +44,11 @@ class Ending(Protocol):
     def abandon(self, *, made: bool) -> None:
         """Remove the files of the snapshot. ``made``: it created the container's file. Never raises."""
 
-    def cause_of(self, error: BaseException) -> BaseException:
-        """The error to report to the user where ``error`` ended the snapshot: its cause if known, else ``error``."""
+    def cause_of(self, error: BaseException, needed: int) -> BaseException:
+        """The error to report to the user where ``error`` ended the snapshot: its cause if known, else ``error``.
+
+        Called once its files are removed; ``needed`` is the length of its file in bytes.
+        """
 
     def decline(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one that it has failed. Never raises."""
@@ -113,9 +116,9 @@ class CheckpointEnding:
         if self._pending is not None:
             self._pending.abandon()
 
-    def cause_of(self, error: BaseException) -> BaseException:
+    def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """FencedError where a newer run has begun to save, as it stops the checkpoint; else ``error``."""
-        return self._ballot.cause_of(error)
+        return self._ballot.cause_of(error, needed)
 
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks, unless this one has voted."""
@@ -145,8 +148,9 @@ class FileEnding:
             with contextlib.suppress(OSError):  # the writer's error is reported instead
                 store_of(self.path).remove(self.path)
 
-    def cause_of(self, error: BaseException) -> BaseException:
+    def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """``error`` itself: no other cause is known for a single file."""
+        del needed
         return error
 
     def decline(self, error: BaseException) -> None:

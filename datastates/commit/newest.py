@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from datastates._base import log
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
 from datastates.commit.directory_tier import sequence_of, tier_of

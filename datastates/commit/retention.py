@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from datastates._base import log
 from datastates.commit import health
@@ -70,12 +70,23 @@ def _is_link(path: Location) -> bool:
     return store_of(path).is_link(path)
 
 
-def retain(tier: Tier, keep: Keep) -> None:
-    """Delete the checkpoints that :func:`outdated` finds. One that cannot be deleted stays, and is logged."""
+def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
+    """Delete the checkpoints that :func:`outdated` finds. One that cannot be deleted stays, and is logged.
+
+    ``but``: checkpoints that stay this time.
+    """
     with _warning():
         for path in outdated(tier, keep):
-            with _warning():
-                tier.remove(path)
+            if path not in but:
+                with _warning():
+                    tier.remove(path)
+
+
+def older(tier: Tier) -> list[Location]:
+    """The checkpoints before the newest one that looks whole, the oldest first; no links."""
+    every = _newest_first(tier)
+    whole = next((i for i, (_, path) in enumerate(every) if health.problem(path) is None), len(every))
+    return [path for _, path in every[:whole:-1] if not _is_link(path)]
 
 
 @contextlib.contextmanager

@@ -193,8 +193,12 @@ class Running:
                 self.course.path = self.ending.commit(vote)
             self.course.reach("committed", at=self.ending.committed)
         except BaseException as error:  # the snapshot passes it to whoever waits
-            cause = self.ending.cause_of(self.cause or error)
-            self.cancel(cause)
+            cause = self.cause or error
+            try:
+                self._discard()
+            finally:
+                cause = self.ending.cause_of(cause, self.planned.frame.plan.end)
+                self.course.fail(cause)
             return cause
         self._let_go()
         return None
@@ -202,14 +206,17 @@ class Running:
     def cancel(self, error: BaseException) -> None:
         """Stop at once, remove the written file, and let the snapshot fail with ``error``."""
         try:
-            self.lazy_serialized.set()
-            if self._job is not None:
-                self._job.abort()
-            self.ending.abandon(made=self._job is not None and self._job.made)
-            self.witness.forget()
-            self._let_go()
+            self._discard()
         finally:
             self.course.fail(error)
+
+    def _discard(self) -> None:
+        self.lazy_serialized.set()
+        if self._job is not None:
+            self._job.abort()
+        self.ending.abandon(made=self._job is not None and self._job.made)
+        self.witness.forget()
+        self._let_go()
 
     def _serialize_lazy(self) -> None:
         try:

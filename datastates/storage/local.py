@@ -78,6 +78,12 @@ class LocalStore(Store):
                 raise
 
     @override
+    def free(self, path: Location) -> int | None:
+        with self._call("statvfs", path):
+            found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    @override
     def mount(self, path: Location) -> str:
         return mounts.under(path)
 

@@ -127,6 +127,11 @@ class Store(ABC):
         ``stale_ok``: NFS' ESTALE means that another process has deleted the folder, and not that a mount was lost.
         """
 
+    def free(self, path: Location) -> int | None:
+        """Bytes that are free for this user where a path lies; None where the store does not tell."""
+        del path
+        return None
+
     def mount(self, path: Location) -> str:
         """Where the storage that holds a path is mounted; empty where there is no such thing."""
         del path

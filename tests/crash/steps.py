@@ -19,7 +19,7 @@ from datastates.state.provider import StateProvider
 from datastates.storage import local
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-OTHERS = {"readlink", "rmdir", "truncate"}  # no training loop calls these
+OTHERS = {"readlink", "rmdir", "statvfs", "truncate"}  # no training loop calls these
 OPERATIONS = sorted({"unlock", *re.findall(r'_call\("(\w+)"', inspect.getsource(local))} - OTHERS)
 """The system calls on a checkpoint's files that have fault points."""
 PRELUDE = f"""

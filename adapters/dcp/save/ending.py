@@ -168,8 +168,9 @@ class DcpEnding:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
                 store_of(self.path).remove(self.path)
 
-    def cause_of(self, error: BaseException) -> BaseException:
+    def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """``error`` itself: no other cause is known."""
+        del needed
         return error
 
     def decline(self, error: BaseException) -> None:
