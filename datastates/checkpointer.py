@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,7 @@ class Checkpointer:
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             _calls.refuse_checkpoint(self._root)
             store_of(self._root).make_folder(self._root)
+            self._place = (found := store_of(self._root).look(self._root)) and found.place
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
@@ -121,6 +123,7 @@ class Checkpointer:
         needed = self._costs.seconds_until_durable
         self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
+        _open.add(self)
 
     @property
     def failures(self) -> int:
@@ -257,8 +260,9 @@ class Checkpointer:
     def restore(self, providers: Sequence[StateProvider], **request: Unpack[RestoreOptions]) -> Restored | None:
         """Restore the newest committed checkpoint, or the newest of ``step``, in place. All ranks call it together.
 
-        The call first waits until no snapshot of this checkpointer is in flight, so that it finds all of them. Errors
-        of failed snapshots are not raised here, but by the next :meth:`snapshot` or by :meth:`close`.
+        The call first waits until no snapshot of this process is in flight in the directory, also of another
+        checkpointer, so that it finds all of them. Errors of failed snapshots are not raised here, but by the next
+        :meth:`snapshot` or by :meth:`close`.
 
         The number of ranks and the parts that each rank holds may have changed since the save. Each rank reads the
         parts that it holds now. Keys, shapes and dtypes are compared on all ranks before any state is changed. Damaged
@@ -302,7 +306,7 @@ class Checkpointer:
             partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,
             request,
-            wait=self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
+            wait=self._wait_here,  # so that the checkpoint it finds does not depend on the speed of the storage
             prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
         )
         if restored is not None:
@@ -343,6 +347,12 @@ class Checkpointer:
         """Wait until no snapshot is in flight. Errors are not raised here, but by :meth:`snapshot` or :meth:`close`."""
         self._engine.wait()
 
+    def _wait_here(self) -> None:
+        """Wait until no checkpointer of this process has a snapshot in flight in the directory, however it is named."""
+        for one in list(_open):
+            if one._root == self._root or one._place == self._place:
+                one.wait()
+
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
 
@@ -362,6 +372,7 @@ class Checkpointer:
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()
+        _open.discard(self)
         self._opening.close()
         if self._termination is not None:
             self._termination.end()
@@ -391,3 +402,7 @@ class Checkpointer:
     def _wait_for_these(self) -> None:
         """Wait for the snapshots that are in flight now, and for a last one after SIGTERM, but not for later ones."""
         self._last.hold(lambda: _wait_until_ended(self._engine.pending()))
+
+
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+"""The checkpointers of this process that are not closed."""
