@@ -36,6 +36,9 @@ class Descriptor:
     def close(self) -> None:
         """Close it. Idempotent."""
 
+    def close_written(self) -> None:
+        """Close it; raises OSError where the file system tells only now that it lost what was written."""
+
     def __enter__(self) -> int:
         """The number of the descriptor."""
 
@@ -155,7 +158,7 @@ def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int 
     """Make an operation fail in the whole process, for tests.
 
     Args:
-        point: open, write, read, sync, truncate, allocate, uring_setup, uring_probe, uring_enter, cuda_alloc
+        point: open, write, read, sync, close, allocate, uring_setup, uring_probe, uring_enter, cuda_alloc
             (host memory from which kernels read their work), cuda_register (page-locking the host cache), cuda_slab
             (the device cache), host_read (capturing host memory by process_vm_readv), or capture (of an extent whose
             sources are all lazy, which is put off while the point fails).

@@ -98,9 +98,9 @@ class _Window:
 
     @property
     def bytes(self) -> Any:
-        """The window's memory, up to the end of its last page."""
+        """The window's memory."""
         block = self.block if isinstance(self.block, np.ndarray) else self.block.numpy()
-        return block[self.base : self.base + -(-self.nbytes // PAGE) * PAGE]
+        return block[self.base : self.base + self.nbytes]
 
     def stage(self, ref: ArrayRef) -> Any:
         """Take an array for the elements of ``ref`` from the memory for elements before a cast."""
@@ -191,12 +191,10 @@ class Copier:
                 writer.put(written[-1])
             for done in written:
                 done.result()
-            target.cut(plan.end)
             if file.tail_nbytes:
-                target.write_unaligned()  # the tail begins on any byte
                 target.write(np.frombuffer(file.encode_tail(sums[1]), np.uint8), plan.end)
                 self._progress(file.tail_nbytes)
-            target.sync()
+            target.finish()
 
     def _stored_type(self, tensor: Tensor) -> str:
         return pickled(self._origins[tensor.key].row.dtype).name

@@ -16,7 +16,7 @@ from typing_extensions import override
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
 from datastates.storage import mounts
-from datastates.storage.local_files import LocalLock, LocalWriter
+from datastates.storage.local_files import LocalLock, LocalWriter, settle
 from datastates.storage.location import Location, PathLike
 from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
 
@@ -128,8 +128,7 @@ class LocalStore(Store):
             with self._call("write", path):
                 while left:
                     left = left[os.write(fd, left) :]
-            with self._call("sync", path):
-                os.fsync(fd)
+            settle([file], path, len(data), self._call)
 
     @override
     def replace(self, path: Location, data: bytes) -> None:
@@ -147,10 +146,11 @@ class LocalStore(Store):
     def writer(self, path: Location, *, direct: bool) -> Writer:
         with self._call("open", path):
             file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        past_cache = None
         if direct:
             with contextlib.suppress(OSError):
-                file = opened(path, os.O_WRONLY | os.O_DIRECT)
-        return LocalWriter(path, file, self._call)
+                past_cache = opened(path, os.O_WRONLY | os.O_DIRECT)
+        return LocalWriter(path, file, past_cache, self._call)
 
     @override
     def make_folder(self, path: Location) -> None:

@@ -6,19 +6,24 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 from typing_extensions import override
 
 from datastates import _native
+from datastates._base.sizes import PAGE
 from datastates.errors import StorageError, storage_errors
 from datastates.storage.location import Location
 from datastates.storage.store import ABSENT, Lock, Writer
 
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
-"""Error numbers of transfers from file systems that open files for direct I/O only in name. As in the native core."""
+Call: TypeAlias = Callable[[str, Location], AbstractContextManager[None]]
+"""A context in which one system call is made, given its operation and path."""
+FAILING = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of storage that fails or is full. Any other one, of a faster or safer way to do something, says that
+the file system does not offer that way. As in the native core.
+"""
 _FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("<qQQQ")
 
@@ -63,35 +68,46 @@ class LocalWriter(Writer):
     """A new file, written by ``pwrite``."""
 
     def __init__(
-        self, path: Location, file: _native.Descriptor, call: Callable[[str, Location], AbstractContextManager[None]]
+        self, path: Location, file: _native.Descriptor, past_cache: _native.Descriptor | None, call: Call
     ) -> None:
-        """Take the open file, and ``call``, the context in which the store makes a system call."""
+        """Take the open file.
+
+        Args:
+            path: Its path.
+            file: The file, open for writing.
+            past_cache: The file once more, open for direct I/O. A flag of one descriptor will not do: the servers of
+                FUSE do not hear of its change.
+            call: The context in which the store makes a system call.
+        """
         self._path = path
         self._file = file
+        self._past_cache = past_cache
+        self._is_direct = past_cache is not None
         self._call = call
+        self._nbytes = 0
 
     @override
     def write(self, data: Any, offset: int) -> None:
         at = 0
         while at < len(data):
             with self._call("write", self._path):
-                try:
-                    count = os.pwrite(self._file.fileno(), data[at:], offset + at)
-                except OSError as error:
-                    if error.errno not in _NO_DIRECT_IO or not self._flags() & os.O_DIRECT:
-                        raise
-                    self.write_unaligned()
-                    continue
+                count = self._write(data[at:], offset + at)
             if not count:
                 raise StorageError(errno.ENOSPC, "write", str(self._path))
             at += count
+        self._nbytes = max(self._nbytes, offset + at)
 
-    def _flags(self) -> int:
-        return fcntl.fcntl(self._file.fileno(), fcntl.F_GETFL)
-
-    @override
-    def write_unaligned(self) -> None:
-        fcntl.fcntl(self._file.fileno(), fcntl.F_SETFL, self._flags() & ~os.O_DIRECT)
+    def _write(self, data: Any, offset: int) -> int:
+        """Write the first bytes, whole pages past the cache; returns their number."""
+        whole = len(data) // PAGE * PAGE
+        if self._past_cache is not None and self._is_direct and whole and offset % PAGE == 0:
+            try:
+                return os.pwrite(self._past_cache.fileno(), data[:whole], offset)
+            except OSError as error:
+                if error.errno in FAILING:
+                    raise
+                self._is_direct = False
+        return os.pwrite(self._file.fileno(), data, offset)
 
     @override
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
@@ -101,18 +117,46 @@ class LocalWriter(Writer):
                 fcntl.ioctl(self._file.fileno(), _FICLONERANGE, _RANGE.pack(fd, offset, nbytes, at))
         except OSError:
             return False
+        self._nbytes = max(self._nbytes, at + nbytes)
         return True
 
     @override
-    def cut(self, nbytes: int) -> None:
-        with self._call("truncate", self._path):
-            os.ftruncate(self._file.fileno(), nbytes)
-
-    @override
-    def sync(self) -> None:
-        with self._call("sync", self._path):
-            os.fsync(self._file.fileno())
+    def finish(self) -> None:
+        files = [self._file] if self._past_cache is None else [self._past_cache, self._file]
+        settle(files, self._path, self._nbytes, self._call)
 
     @override
     def close(self) -> None:
+        if self._past_cache is not None:
+            self._past_cache.close()
         self._file.close()
+
+
+def settle(files: Sequence[_native.Descriptor], path: Location, nbytes: int, call: Call) -> None:
+    """Put a new file on stable storage, look at its length, and close it.
+
+    Args:
+        files: The descriptors that it was written by.
+        path: Its path.
+        nbytes: The length that was written, in bytes.
+        call: The context in which the store makes a system call.
+
+    Raises:
+        StorageError: A system call failed, or the file has another length.
+    """
+    for file in files:  # a server of FUSE may keep what was written by another one
+        with call("sync", path):
+            os.fsync(file.fileno())
+    with call("stat", path):
+        found = os.fstat(files[-1].fileno()).st_size
+    if found != nbytes:
+        raise StorageError(
+            errno.EIO,
+            "write",
+            str(path),
+            f"write {path}: the file has {found} bytes after {nbytes} were written and synced: its file system does "
+            "not keep files as they are written. Mount it with other options, or save to another one",
+        )
+    for file in files:  # some file systems tell only then what they lost
+        with call("close", path):
+            file.close_written()

@@ -79,20 +79,15 @@ class Writer(ABC):
         """Take ``nbytes`` at ``offset`` of another file over to ``at`` without a copy; False where that cannot be."""
 
     @abstractmethod
-    def cut(self, nbytes: int) -> None:
-        """Set the length of the file, in bytes."""
+    def finish(self) -> None:
+        """Put the file on stable storage, and close it. Its name is durable after :meth:`Store.sync_folder`.
 
-    @abstractmethod
-    def sync(self) -> None:
-        """Put the file on stable storage. Its name is durable after :meth:`Store.sync_folder`."""
-
-    @abstractmethod
-    def write_unaligned(self) -> None:
-        """Allow any offsets and lengths from now on. Before, with direct I/O, they must be whole pages."""
+        Raises StorageError with EIO if the file does not end where the last byte was written.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, finished or not. Idempotent."""
 
 
 class Store(ABC):
@@ -207,7 +202,7 @@ class Store(ABC):
 
     @abstractmethod
     def writer(self, path: Location, *, direct: bool) -> Writer:
-        """Begin to write a new file in pieces. ``direct``: write past the system's cache, where that can be."""
+        """Begin to write a new file in pieces. ``direct``: whole pages go past the system's cache, where they can."""
 
     @abstractmethod
     def make_folder(self, path: Location) -> None:

@@ -21,6 +21,11 @@ std::pair<FileDescriptor, int> open_without_gil(const char* path, int flags, int
     return {std::move(opened), number};
 }
 
+int close_without_gil(FileDescriptor& one) {
+    const py::gil_scoped_release release;
+    return one.close();
+}
+
 FileDescriptor open_descriptor(const py::object& path, int flags, int mode) {
     PyObject* encoded = nullptr;
     if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
@@ -43,6 +48,14 @@ void bind_descriptor(py::module_& module) {
     py::class_<FileDescriptor>(module, "Descriptor", py::release_gil_before_calling_cpp_dtor())
         .def("fileno", &FileDescriptor::get)
         .def("close", &FileDescriptor::reset, py::call_guard<py::gil_scoped_release>())
+        .def("close_written",
+             [](FileDescriptor& one) {
+                 const int error = close_without_gil(one);
+                 if (error == 0) return;
+                 errno = error;
+                 PyErr_SetFromErrno(PyExc_OSError);
+                 throw py::error_already_set();
+             })
         .def("__enter__", &FileDescriptor::get)
         .def("__exit__", [](FileDescriptor& one, const py::args& /*error*/) {
             const py::gil_scoped_release release;

@@ -131,7 +131,7 @@ TEST(finish_fails_at_each_point) {
         const support::TempDir dir(setup);
         const support::FaultScope scope;
         const auto executor = support::make_executor(setup, 2, kBlock);
-        for (const auto* point : {"write", "truncate", "sync"}) {
+        for (const auto* point : {"write", "sync", "close"}) {
             const WriteCase written = make_case(random);
             const auto job = executor->submit_write(dir / point, written.plan, written.buffers());
             job->wait_written();

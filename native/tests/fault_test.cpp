@@ -69,8 +69,8 @@ TEST(clearing_ends_a_delay) {
 TEST(kills) {
     const pid_t child = ::fork();
     if (child == 0) {
-        fault::arm("truncate", "kill", 0, 1, 1);
-        static_cast<void>(fault::hit(Point::truncate));
+        fault::arm("close", "kill", 0, 1, 1);
+        static_cast<void>(fault::hit(Point::close));
         ::_exit(0);
     }
     int status = 0;

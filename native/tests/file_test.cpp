@@ -36,7 +36,7 @@ TEST(falls_back_where_there_is_no_direct_io) {
     CHECK(!file.direct());
 }
 
-TEST(allocate_truncate_write) {
+TEST(allocate_write_close) {
     const support::TempDir dir;
     for (const bool direct : {true, false}) {
         const std::string path = dir / (direct ? "direct" : "buffered");
@@ -46,11 +46,12 @@ TEST(allocate_truncate_write) {
         std::mt19937_64 random(1);
         const auto data = support::random_bytes(random, 5000);
         file.write_all(data, 1);
-        file.truncate(5001);
+        file.write_all(data, 5001);
         file.sync();
-        file.close();
+        file.close_written(10001);
         auto expected = data;
         expected.insert(expected.begin(), std::byte{0});
+        expected.insert(expected.end(), data.begin(), data.end());
         CHECK(support::read_file(path) == expected);
     }
 }
@@ -115,13 +116,34 @@ TEST(faults) {
     CHECK_THROWS(ErrorCode::io, file.sync());
     fault::arm("sync", "eintr", 0, 1, 1);
     file.sync();
-    fault::arm("truncate", "fail", EIO, 1, 1);
-    CHECK_THROWS(ErrorCode::io, file.truncate(1));
     fault::arm("write", "short", 0, 1, 0);
     const support::Bytes data(1000, std::byte{7});
-    file.truncate(0);
     file.write_all(data, 0);
     CHECK(support::read_file(dir / "a") == data);
+    fault::arm("close", "fail", EDQUOT, 1, 1);
+    CHECK_THROWS(ErrorCode::io, file.close_written(1000));
+    CHECK_EQ(file.buffered_fd(), -1);
+}
+
+TEST(a_file_of_another_length_than_written_is_refused) {
+    const support::TempDir dir;
+    for (const std::uintmax_t length : {999, 4096}) {
+        const std::string path = dir / std::to_string(length);
+        File file = File::create(path, true);
+        file.write_all(support::Bytes(1000, std::byte{7}), 0);
+        file.sync();
+        std::filesystem::resize_file(path, length);
+        try {
+            file.close_written(1000);
+            CHECK(false);
+        } catch (const Error& error) {
+            CHECK(error.code() == ErrorCode::io);
+            CHECK_EQ(error.error_number(), EIO);
+            CHECK_EQ(error.path(), path);
+            const std::string message = error.what();
+            CHECK(message.find(std::to_string(length) + " bytes after 1000") != std::string::npos);
+        }
+    }
 }
 
 TEST(what_is_let_go_leaves_the_page_tables) {

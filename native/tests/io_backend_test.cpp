@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include "check.hpp"
@@ -269,16 +270,23 @@ TEST(stores_at_offsets_of_files_in_memory) {
         const std::uint64_t end = kOffset + data.size();
         Bytes expected(end);
         std::ranges::copy(data, expected.begin() + kOffset);
-        File file = File::create(dir / "f", true);
-        CHECK(file.memory_backed());
-        CHECK(!file.direct());
         IoRequest request{.kind = IoKind::write,
-                          .file = &file,
+                          .file = nullptr,
                           .buffer = from.data(),
                           .length = data.size(),
                           .required = data.size(),
                           .offset = kOffset,
                           .token = 3};
+        std::optional<File> made;
+        const auto make = [&]() -> File& {
+            std::filesystem::remove(dir / "f");
+            made.emplace(File::create(dir / "f", true));
+            request.file = &*made;
+            CHECK(made->memory_backed());
+            CHECK(!made->direct());
+            CHECK(made->memory().empty());
+            return *made;
+        };
         const auto check_stores = [&] {
             const IoCompletion completion = transfer(request);
             CHECK(completion.ok());
@@ -291,8 +299,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(content == expected);
         };
         for (const auto* action : {"none", "short", "eintr"}) {
-            file.truncate(0);
-            CHECK(file.memory().empty());
+            File& file = make();
             CHECK(file.allocate(0, end + 7000));
             file.map(end + 7000);
             if (action != std::string_view("none")) fault::arm("write", action, 0, 1, 0);
@@ -303,11 +310,11 @@ TEST(stores_at_offsets_of_files_in_memory) {
         fault::arm("write", "fail", EIO, 1, 1);
         CHECK_EQ(transfer(request).error_number, EIO);
         // The mapping is too short, or missing.
-        file.truncate(0);
-        CHECK(file.allocate(0, end - 1));
-        file.map(end - 1);
+        make();
+        CHECK(made->allocate(0, end - 1));
+        made->map(end - 1);
         check_stores();
-        file.truncate(0);
+        make();
         check_stores();
         request.length = 0;
         CHECK(transfer(request).ok());

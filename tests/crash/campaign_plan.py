@@ -102,7 +102,7 @@ def _save(rng: random.Random, number: int, step: int, structure: int) -> Save:
 
 def _fault(rng: random.Random) -> str:
     nth = rng.choice([1, 1, 2, 3, 5])
-    point = rng.choice(["write", "write", "open", "sync", "truncate", "allocate"])
+    point = rng.choice(["write", "write", "open", "sync", "close", "allocate"])
     action = rng.choice(["kill", "fail", "fail", "short" if point == "write" else "eintr"])
     if action in ("kill", "fail") and rng.random() < 0.5:
         point = f"store.{rng.choice(OPERATIONS)}"

@@ -16,11 +16,12 @@ from datastates.commit import newest
 from datastates.commit.directory_tier import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
-from datastates.storage import local
+from datastates.storage import local, local_files
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-OTHERS = {"readlink", "rmdir", "statvfs", "truncate"}  # no training loop calls these
-OPERATIONS = sorted({"unlock", *re.findall(r'_call\("(\w+)"', inspect.getsource(local))} - OTHERS)
+OTHERS = {"readlink", "rmdir", "statvfs"}  # no training loop calls these
+_SOURCE = inspect.getsource(local) + inspect.getsource(local_files)
+OPERATIONS = sorted({"unlock", *re.findall(r'call\("(\w+)"', _SOURCE)} - OTHERS)
 """The system calls on a checkpoint's files that have fault points."""
 PRELUDE = f"""
 import os, signal, sys, time

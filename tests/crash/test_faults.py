@@ -39,6 +39,7 @@ COMMIT_STEPS = [
         ("open", 1),
         ("write", 1),
         ("sync", 1),
+        ("close", 1),
         ("sync_directory", 2),
         ("rename", 1),
         ("unlock", 1),
@@ -51,8 +52,8 @@ CONTAINER_STEPS = [
         ("open", (1,)),
         ("allocate", (1,)),
         ("write", (1, 3, 5)),
-        ("truncate", (1,)),
         ("sync", (1,)),
+        ("close", (1,)),
     ]
     for nth in numbers
 ]
@@ -178,7 +179,7 @@ def test_a_disk_that_stays_broken_fails_every_snapshot_until_it_is_mended(tmp_pa
         ("write", "eintr", 5),
         ("open", "eintr", 2),
         ("allocate", "eintr", 2),
-        ("truncate", "eintr", 2),
+        ("close", "eintr", 2),
         ("sync", "eintr", 2),
     ],
 )

@@ -27,7 +27,7 @@ NATIVE_POINTS = [
     *(f"read=kill@{nth}" for nth in (1, 3)),
     *(f"allocate=kill@{nth}" for nth in (1, 2)),
     *(f"write=kill@{nth}" for nth in (1, 2, 4, 5, 6, 9)),
-    *(f"truncate=kill@{nth}" for nth in (1, 2)),
+    *(f"close=kill@{nth}" for nth in (1, 2)),
     *(f"sync=kill@{nth}" for nth in (1, 2, 3)),
 ]
 STEPS_BEFORE = 2

@@ -143,15 +143,13 @@ def test_a_file_that_is_written_in_pieces(store: Store, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     for direct in (False, True):
         writer = store.writer(root / str(direct), direct=direct)
-        writer.write_unaligned()
-        writer.write(b"b" * page, page)
+        writer.write(b"b" * page + b"bbb", page)
         writer.write(b"a" * page, 0)
-        writer.cut(page + 3)
-        writer.write(b"tail", page + 3)
-        writer.sync()
+        writer.write(b"tail", 2 * page + 3)
+        writer.finish()
         writer.close()
         writer.close()
-        assert store.read_all(root / str(direct)) == b"a" * page + b"bbbtail"
+        assert store.read_all(root / str(direct)) == b"a" * page + b"b" * page + b"bbbtail"
         fails(errno.EEXIST, "open", root / str(direct), lambda d=direct: store.writer(root / str(d), direct=False))
 
 
@@ -159,7 +157,7 @@ def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Location) -
     page = os.sysconf("SC_PAGE_SIZE")
     store.create(root / "source", b"x" * page + b"y" * page)
     writer = store.writer(root / "target", direct=False)
-    writer.cut(page)
+    writer.write(b"\0" * page, 0)
     shared = writer.share(root / "source", page, page, 0)
     assert not writer.share(root / "none", 0, page, 0)
     writer.close()
@@ -345,7 +343,7 @@ def test_each_system_call_of_the_faulty_store_can_fail(tmp_path: Path) -> None:
         "place.remove": lambda: store.remove(place / "a"),
         "place.rmdir": lambda: store.remove_empty(place),
         "place.lock": lambda: store.open_lock(place / "h", create=b""),
-        "place.truncate": lambda: store.writer(place / "i", direct=False).cut(1),
+        "place.close": lambda: store.create(place / "i", b""),
     }
     (tmp_path / "a").write_bytes(b"1")
     for point, call in calls.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 import datastates as ds
 from datastates._base import faults
+from datastates._base.sizes import PAGE
 from datastates.errors import StorageError
 from datastates.storage import Location, local, store_of
 
@@ -58,6 +61,58 @@ def test_a_file_gets_a_name_that_is_free_or_none(
     with pytest.raises(StorageError) as caught:
         store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "gone")
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("length", [0, 3, 4096])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_of_another_length_than_written_is_refused(direct: bool, length: int, tmp_path: Path) -> None:
+    path = Location(tmp_path / "file")
+    with contextlib.closing(store_of(path).writer(path, direct=direct)) as writer:
+        writer.write(b"12345", 0)
+        os.truncate(path, length)
+        with pytest.raises(
+            StorageError, match=f"has {length} bytes after 5 were written and synced: its file"
+        ) as caught:
+            writer.finish()
+    assert (caught.value.errno, caught.value.operation, caught.value.filename) == (errno.EIO, "write", str(path))
+
+
+def test_a_new_file_of_another_length_than_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, sync = Location(tmp_path / "file"), os.fsync
+
+    def lengthen(fd: int) -> None:
+        sync(fd)
+        os.truncate(path, 4096)
+
+    monkeypatch.setattr(os, "fsync", lengthen)
+    with pytest.raises(StorageError, match="has 4096 bytes after 5 were written"):
+        store_of(path).create(path, b"12345")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.EIO, errno.ENOSPC])
+def test_direct_io_that_is_refused_late_goes_on_through_the_cache(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, pwrite, refused = Location(tmp_path / "file"), os.pwrite, []
+
+    def write(fd: int, data: bytes, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(number, os.strerror(number))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with contextlib.closing(store_of(path).writer(path, direct=True)) as writer:
+        if number in (errno.EIO, errno.ENOSPC):
+            with pytest.raises(StorageError) as caught:
+                writer.write(bytes(3 * PAGE), 0)
+            assert (caught.value.errno, caught.value.operation) == (number, "write")
+            return
+        for page in range(3):
+            writer.write(bytes([page]) * PAGE, page * PAGE)
+        writer.finish()
+    assert refused == [0]
+    assert Path(path).read_bytes() == b"".join(bytes([page]) * PAGE for page in range(3))
 
 
 def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:

@@ -221,13 +221,7 @@ class _Writer(Writer):
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
         return False
 
-    def cut(self, nbytes: int) -> None:
-        self._node.data[:] = self._node.data[:nbytes].ljust(nbytes, b"\0")
-
-    def sync(self) -> None:
-        pass
-
-    def write_unaligned(self) -> None:
+    def finish(self) -> None:
         pass
 
     def close(self) -> None:

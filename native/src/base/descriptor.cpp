@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <mutex>
 #include <utility>
 
@@ -65,10 +66,10 @@ FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
     return *this;
 }
 
-void FileDescriptor::reset() {
-    // close() frees the descriptor even when it reports an error, and File::sync has reported
-    // errors of writes. So its result is ignored.
-    if (const int fd = release(); fd >= 0) ::close(fd);
+int FileDescriptor::close() {
+    // It frees the descriptor even when it reports an error. EINTR tells of no lost write.
+    const int fd = release();
+    return fd < 0 || ::close(fd) == 0 || errno == EINTR ? 0 : errno;
 }
 
 int FileDescriptor::release() { return Open::all().take(*this); }

@@ -27,7 +27,7 @@ struct Rule {
 };
 
 constexpr std::array<std::string_view, 14> kPoints = {
-    "open",          "write",       "read",        "sync",        "truncate",
+    "open",          "write",       "read",        "sync",        "close",
     "allocate",      "uring_setup", "uring_probe", "uring_enter", "cuda_alloc",
     "cuda_register", "cuda_slab",   "host_read",   "capture"};
 constexpr std::array<std::string_view, 5> kActions = {"fail", "short", "eintr", "kill", "delay"};

@@ -34,6 +34,8 @@ constexpr long kCachestat = 451;
 constexpr unsigned kDirectAlignment = 0x2000;
 constexpr std::size_t kAlignmentAt = 0x98;
 static_assert(sizeof(struct statx) == 256);
+// FUSE_SUPER_MAGIC, since the headers of Linux 5.11.
+constexpr std::uint32_t kFuse = 0x65735546;
 struct CacheRange {
     std::uint64_t offset;
     std::uint64_t length;
@@ -54,8 +56,8 @@ int retry(fault::Point point, Syscall&& syscall) {
     }
 }
 
-bool is_memory(const struct statfs& status) {
-    return std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
+bool is(const struct statfs& status, std::uint32_t kind) {
+    return static_cast<std::uint32_t>(status.f_type) == kind;
 }
 
 }  // namespace
@@ -68,17 +70,15 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     });
     if (error != 0) throw Error::io(error, "open", path_);
     buffered_ = FileDescriptor(fd);
+    // Nothing needs the kind of the file system: what is unknown counts as a usual one.
     struct statfs status{};
-    if (::fstatfs(fd, &status) != 0) {
-        const int failure = errno;
-        // Remove the file that was just created: nobody else knows of it.
-        if ((flags & O_CREAT) != 0) static_cast<void>(::unlink(path_.c_str()));
-        throw Error::io(failure, "fstatfs", path_);
+    if (::fstatfs(fd, &status) == 0) {
+        memory_backed_ = is(status, TMPFS_MAGIC) || is(status, RAMFS_MAGIC);
+        by_handle_ = is(status, kFuse);
     }
-    memory_backed_ = is_memory(status);
     if (!want_direct || memory_backed_) return;
 
-    // A file system without direct I/O refuses this open (EINVAL), or later the first transfer.
+    // A file system without direct I/O refuses this open, or later the first transfer.
     const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
     if (direct < 0) return;
     direct_fd_ = FileDescriptor(direct);
@@ -93,6 +93,7 @@ File::File(File&& other) noexcept
       memory_alignment_(other.memory_alignment_),
       offset_alignment_(other.offset_alignment_),
       memory_backed_(other.memory_backed_),
+      by_handle_(other.by_handle_),
       direct_(other.direct()),
       memory_(std::move(other.memory_)) {}
 
@@ -198,18 +199,13 @@ void File::let_go(std::uint64_t offset, std::uint64_t length) const {
     if (memory_ && memory().size() >= offset + length) memory_->let_go(offset, length);
 }
 
-void File::truncate(std::uint64_t length) {
-    // Mapped bytes may no longer be allocated.
-    memory_.reset();
-    const int error = retry(fault::Point::truncate, [&] {
-        return ::ftruncate(buffered_.get(), static_cast<off_t>(length));
-    });
-    if (error != 0) throw Error::io(error, "truncate", path_);
-}
-
 void File::sync() const {
-    const int error = retry(fault::Point::sync, [&] { return ::fsync(buffered_.get()); });
-    if (error != 0) throw Error::io(error, "sync", path_);
+    const auto sync = [&](const FileDescriptor& descriptor) {
+        const int error = retry(fault::Point::sync, [&] { return ::fsync(descriptor.get()); });
+        if (error != 0) throw Error::io(error, "sync", path_);
+    };
+    sync(buffered_);
+    if (by_handle_ && direct_fd_.valid()) sync(direct_fd_);
 }
 
 void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
@@ -225,6 +221,22 @@ void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
                             .token = 0};
     const IoCompletion completion = transfer(request);
     if (!completion.ok()) throw io_error(completion, request);
+}
+
+void File::close_written(std::uint64_t length) {
+    if (const std::uint64_t found = size(); found != length) {
+        throw Error(ErrorCode::io, EIO, "write", path_,
+                    "write " + path_ + ": the file has " + std::to_string(found) + " bytes after " +
+                        std::to_string(length) +
+                        " were written and synced: its file system does not keep files as they "
+                        "are written. Mount it with other options, or save to another one");
+    }
+    memory_.reset();
+    int error = fault::hit_error(fault::Point::close);
+    for (FileDescriptor* const descriptor : {&direct_fd_, &buffered_}) {
+        if (const int failed = descriptor->close(); error == 0) error = failed;
+    }
+    if (error != 0 && error != EINTR) throw Error::io(error, "close", path_);
 }
 
 void File::close() {

@@ -26,34 +26,27 @@ class AlignedBuffer : Unmovable {
 
 }  // namespace
 
-// The bytes pass through one aligned buffer. For direct I/O they are padded with zeros; truncate
-// cuts the file to its exact length at the end.
+// The bytes pass through one aligned buffer, for direct I/O of whole pages.
 void write_tail(File& file, std::uint64_t at, std::span<const std::byte> head,
                 std::span<const std::byte> tail) {
-    const std::uint64_t length = at + head.size() + tail.size();
-    if (at < length) {
-        const std::uint64_t padded = (length - at + kPage - 1) / kPage * kPage;
-        const AlignedBuffer buffer(
-            static_cast<std::size_t>(std::min<std::uint64_t>(padded, kStep)));
-        while (at < length) {
-            std::size_t filled = 0;
-            for (auto* part : {&head, &tail}) {
-                const std::size_t take = std::min(part->size(), buffer.memory().size() - filled);
-                std::copy_n(part->begin(), take,
-                            buffer.memory().begin() + static_cast<std::ptrdiff_t>(filled));
-                *part = part->subspan(take);
-                filled += take;
-            }
-            std::size_t write = filled;
-            if (file.direct()) {
-                write = (filled + kPage - 1) / kPage * kPage;
-                std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
-            }
-            file.write_all(buffer.memory().first(write), at);
-            at += filled;
+    const std::uint64_t nbytes = head.size() + tail.size();
+    if (nbytes == 0) return;
+    const AlignedBuffer buffer(static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, kStep)));
+    for (const std::uint64_t end = at + nbytes; at < end;) {
+        std::size_t filled = 0;
+        for (auto* part : {&head, &tail}) {
+            const std::size_t take = std::min(part->size(), buffer.memory().size() - filled);
+            std::copy_n(part->begin(), take,
+                        buffer.memory().begin() + static_cast<std::ptrdiff_t>(filled));
+            *part = part->subspan(take);
+            filled += take;
         }
+        const std::size_t whole = filled / kPage * kPage;
+        file.write_all(buffer.memory().first(whole), at);
+        // The last bytes fill no page, and go through the page cache.
+        file.write_all(buffer.memory().subspan(whole, filled - whole), at + whole);
+        at += filled;
     }
-    file.truncate(length);
 }
 
 }  // namespace datastates

@@ -35,6 +35,7 @@ void NewFile::finish(std::span<const std::byte> tail, Timeline& timeline) {
     timeline.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
     const auto start = Clock::now();
     file_->sync();
+    file_->close_written(length_ + tail.size());
     timeline.add(Stage::sync, 0, start, length_ + tail.size());
 }
 

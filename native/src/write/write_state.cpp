@@ -202,7 +202,6 @@ void WriteState::finish(std::span<const std::byte> tail) {
         fail(Error::current());
         throw;
     }
-    file_.file().close();
 }
 
 void WriteState::abandon() {

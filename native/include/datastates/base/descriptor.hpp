@@ -17,7 +17,11 @@ class FileDescriptor {
 
     int get() const { return fd_; }
     bool valid() const { return fd_ >= 0; }
-    void reset();
+    /// Closes the descriptor, if there is one.
+    void reset() { static_cast<void>(close()); }
+    /// As reset. Returns the errno that close(2) reports, 0 for success: some file systems tell
+    /// only then that they could not take what was written.
+    int close();
     /// Returns the descriptor without closing it; -1 if there is none.
     int release();
 

@@ -14,7 +14,7 @@ enum class Point : std::uint8_t {
     write,
     read,
     sync,
-    truncate,
+    close,
     allocate,
     uring_setup,
     uring_probe,

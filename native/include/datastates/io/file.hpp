@@ -67,18 +67,20 @@ class File {
     /// REQUIRES: they are allocated, and no other thread uses the file yet.
     void map(std::uint64_t length);
     /// The mapped bytes: for stores after map(), for loads after open(). Empty where nothing is
-    /// mapped. Valid until truncate or close.
+    /// mapped. Valid until close.
     std::span<std::byte> memory() const {
         return memory_ ? memory_->bytes() : std::span<std::byte>();
     }
     /// Notes that a mapped range is no longer used, so that its pages can be taken out of the page
     /// tables. Otherwise one thread would do this for the whole file at the end. Thread-safe.
     void let_go(std::uint64_t offset, std::uint64_t length) const;
-    void truncate(std::uint64_t length);
-    /// fsync.
+    /// fsync of all that was written.
     void sync() const;
     /// Writes all of `data`; continues after short writes and interrupts. Blocks.
     void write_all(std::span<const std::byte> data, std::uint64_t offset);
+    /// Closes a file that was written and synced. Throws Error "io" where it does not have the
+    /// `length` that was written, or where the file system tells only now that it lost something.
+    void close_written(std::uint64_t length);
     void close();
 
   private:
@@ -93,6 +95,7 @@ class File {
     std::size_t memory_alignment_ = 4096;
     std::size_t offset_alignment_ = 4096;
     bool memory_backed_ = false;
+    bool by_handle_ = false;  // a server behind FUSE may treat each descriptor by itself
     std::atomic<bool> direct_ = false;
     std::unique_ptr<FileMemory> memory_;
 };

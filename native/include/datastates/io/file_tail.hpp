@@ -8,8 +8,7 @@
 
 namespace datastates {
 
-/// Writes `head` and then `tail` at offset `at`, and cuts the file behind them. `at` is a multiple
-/// of 4096. Throws Error "io".
+/// Writes `head` and then `tail` at offset `at`, a multiple of 4096. Throws Error "io".
 void write_tail(File& file, std::uint64_t at, std::span<const std::byte> head,
                 std::span<const std::byte> tail);
 

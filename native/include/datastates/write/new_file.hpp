@@ -31,7 +31,8 @@ class NewFile {
     void keep_residual(std::span<const std::byte> data) {
         residual_.assign(data.begin(), data.end());
     }
-    /// Writes `tail` behind the last extent, cuts the file there and syncs it.
+    /// Writes `tail` behind the last extent, where the file ends; syncs and closes it. Throws Error
+    /// "io" where the file is then not as long as what was written.
     void finish(std::span<const std::byte> tail, Timeline& timeline);
 
     bool exists() const { return file_ != nullptr; }
