@@ -16,14 +16,12 @@ from typing_extensions import override
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
 from datastates.storage import mounts
-from datastates.storage.local_files import LocalLock, LocalWriter, settle
+from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, settle
 from datastates.storage.location import Location, PathLike
 from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
 
 _ADVISED = 512 << 10
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
-"""The error numbers that file systems report for a kind of rename that they lack."""
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
 
@@ -184,7 +182,11 @@ class LocalStore(Store):
     @override
     def sync_folder(self, path: Location) -> None:
         with self._call("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            os.fsync(fd)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno in FAILING or _call_libc("syncfs", fd):
+                    raise
 
     @override
     def rename(self, source: Location, target: Location) -> None:
@@ -197,26 +199,19 @@ class LocalStore(Store):
 
         NFS knows no such rename: the file gets a second name there, and loses the first. Where there are no hard links
         either, as in some object stores that are mounted, a file that is made between a look and the rename is
-        replaced.
+        replaced. A way that fails counts as not offered, whatever the error number: that of the last way is raised.
         """
         with self._call("rename", target):
-            try:
-                _rename_noreplace(source, target)
-            except OSError as error:
-                if error.errno not in _NOT_OFFERED:
+            for way in (_rename_noreplace, _link_and_unlink):
+                try:
+                    return way(source, target)
+                except FileExistsError:
                     raise
-            else:
-                return
-            try:
-                os.link(source, target)
-            except OSError as error:
-                if error.errno not in _NOT_OFFERED:
-                    raise
-                if os.path.lexists(target):
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
-                os.rename(source, target)
-            else:
-                os.unlink(source)
+                except OSError:
+                    continue
+            if self.exists(target, follow=False):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            os.rename(source, target)
 
     @override
     def remove(self, path: Location, *, missing_ok: bool = False, operation: str = "remove") -> None:
@@ -283,8 +278,19 @@ def _open_file(path: Location, *, or_folder: bool = False) -> _native.Descriptor
 
 def _rename_noreplace(source: Location, target: Location) -> None:
     """The system call ``renameat2`` with ``RENAME_NOREPLACE``."""
+    paths = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target))
+    if error := _call_libc("renameat2", *paths, _RENAME_NOREPLACE):
+        raise OSError(error, os.strerror(error), str(target))
+
+
+def _link_and_unlink(source: Location, target: Location) -> None:
+    os.link(source, target)
+    os.unlink(source)
+
+
+def _call_libc(name: str, *arguments: int | bytes) -> int:
+    """Make a system call that Python does not offer; returns the error number, 0 for success."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):  # glibc before 2.28
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
-        raise OSError(error := ctypes.get_errno(), os.strerror(error), str(target))
+    if not hasattr(libc, name):  # renameat2 in glibc before 2.28
+        return errno.ENOSYS
+    return ctypes.get_errno() if getattr(libc, name)(*arguments) else 0

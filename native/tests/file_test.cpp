@@ -110,8 +110,12 @@ TEST(faults) {
     CHECK_THROWS(ErrorCode::io, File::create(dir / "b", false));
     fault::arm("allocate", "fail", ENOSPC, 1, 1);
     CHECK_THROWS(ErrorCode::io, file.allocate(0, 4096));
-    fault::arm("allocate", "fail", EOPNOTSUPP, 1, 1);
-    CHECK(!file.allocate(0, 4096));
+    fault::arm("allocate", "fail", EDQUOT, 1, 1);
+    CHECK_THROWS(ErrorCode::io, file.allocate(0, 4096));
+    for (const int other : {EOPNOTSUPP, EIO, ERANGE, EPERM}) {
+        fault::arm("allocate", "fail", other, 1, 1);
+        CHECK(!file.allocate(0, 4096));
+    }
     fault::arm("sync", "fail", EIO, 1, 1);
     CHECK_THROWS(ErrorCode::io, file.sync());
     fault::arm("sync", "eintr", 0, 1, 1);

@@ -213,10 +213,17 @@ TEST(direct_io_that_is_refused_late_goes_on_buffered) {
         Aligned memory(8192);
         File file = File::create(bench.dir / "f", bench.setup.direct);
         const bool was_direct = file.direct();
-        fault::arm("write", "fail", EINVAL, 1, 1);
-        const IoCompletion completion = bench.write(file, memory, 8192, 0);
-        CHECK_EQ(completion.ok(), was_direct);
-        CHECK(!file.direct());
+        for (const int full : {EIO, ENOSPC, EDQUOT}) {
+            fault::arm("write", "fail", full, 1, 1);
+            CHECK_EQ(bench.write(file, memory, 8192, 0).error_number, full);
+            CHECK_EQ(file.direct(), was_direct);
+        }
+        for (const int refused : {EINVAL, EOPNOTSUPP, EPERM, ENOTTY}) {
+            File another = File::create(bench.dir / std::to_string(refused), bench.setup.direct);
+            fault::arm("write", "fail", refused, 1, 1);
+            CHECK_EQ(bench.write(another, memory, 8192, 0).ok(), was_direct);
+            CHECK(!another.direct());
+        }
     });
 }
 

@@ -137,7 +137,7 @@ def test_a_failing_commit_fails_its_snapshot_only(
     assert os.strerror(number) in str(error)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
 @pytest.mark.parametrize(("point", "operation", "nth"), CONTAINER_STEPS)
 def test_a_failing_container_fails_its_snapshot_only(
     point: str, operation: str, nth: int, number: int, backend: str, tmp_path: Path
@@ -146,6 +146,23 @@ def test_a_failing_container_fails_its_snapshot_only(
     assert (error.errno, error.operation) == (number, operation)
     assert Path(str(error.filename)).parent.parent == tmp_path
     assert os.strerror(number) in str(error)
+
+
+@pytest.mark.parametrize(("point", "operation", "nth"), [step for step in CONTAINER_STEPS if step[0] != "allocate"])
+def test_a_container_on_a_broken_disk_fails_its_snapshot_only(
+    point: str, operation: str, nth: int, backend: str, tmp_path: Path
+) -> None:
+    error = fail_one_of_three(tmp_path, lambda: arm(point, "fail", errno.EIO, nth), disarm, io_backend=backend)
+    assert (error.errno, error.operation) == (errno.EIO, operation)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ERANGE, errno.EPERM, errno.ENOTTY])
+def test_a_file_system_that_allocates_nothing_holds_checkpoints(number: int, backend: str, tmp_path: Path) -> None:
+    arm("allocate", "fail", number, count=0)
+    with ds.Checkpointer(tmp_path, io_backend=backend, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers_of(state_of(1)), step=1).wait_committed()
+    disarm()
+    assert_holds(tmp_path, 1)
 
 
 def test_every_step_of_the_commit_is_broken_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,13 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "a") in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.EIO, errno.ERANGE, errno.ENOTTY])
 @pytest.mark.parametrize("lacking", [(), ("noreplace",), ("noreplace", "link")])
 def test_a_file_gets_a_name_that_is_free_or_none(
-    lacking: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lacking: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM if lacking[-1] == "link" else errno.EINVAL, "not offered")
+        raise OSError(number, "not offered")
 
     if lacking:
         monkeypatch.setattr(local, "_rename_noreplace", refuse)
@@ -61,6 +62,47 @@ def test_a_file_gets_a_name_that_is_free_or_none(
     with pytest.raises(StorageError) as caught:
         store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "gone")
     assert caught.value.errno == errno.ENOENT
+
+
+def test_a_name_that_cannot_be_looked_at_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "other").write_text("other")
+    with monkeypatch.context() as patched:
+        for name in ("link", "stat"):
+            patched.setattr(os, name, refuse)
+        patched.setattr(local, "_rename_noreplace", refuse)
+        with pytest.raises(StorageError) as caught:
+            store_of(tmp_path).rename_new(tmp_path / "new", tmp_path / "other")
+    assert caught.value.errno == errno.EIO
+    assert (tmp_path / "other").read_text() == "other"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTTY, errno.EIO, errno.ENOSPC])
+def test_a_folder_that_is_not_synced_alone_is_synced_with_its_file_system(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def call(name: str, *_: object) -> int:
+        called.append(name)
+        return answer
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(local, "_call_libc", call)
+    for answer in (0, errno.EBADF):
+        if answer == 0 and number not in (errno.EIO, errno.ENOSPC):
+            store_of(tmp_path).sync_folder(tmp_path)
+            continue
+        with pytest.raises(StorageError) as caught:
+            store_of(tmp_path).sync_folder(tmp_path)
+        assert (caught.value.errno, caught.value.operation) == (number, "sync_directory")
+    assert called == ([] if number in (errno.EIO, errno.ENOSPC) else ["syncfs", "syncfs"])
 
 
 @pytest.mark.parametrize("length", [0, 3, 4096])

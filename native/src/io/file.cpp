@@ -177,8 +177,9 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
                            static_cast<off_t>(length));
     });
     if (error == 0) return true;
-    if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return false;
-    throw Error::io(error, "allocate", path_);
+    // Whatever else it reports, the file can do without: the writes will tell.
+    if (error == ENOSPC || error == EDQUOT) throw Error::io(error, "allocate", path_);
+    return false;
 }
 
 /// Maps the file, unless it has holes, as a copied file may. Loading from a hole of a mapping would

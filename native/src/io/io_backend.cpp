@@ -87,7 +87,9 @@ Transfer::Next Transfer::advance(ssize_t result, const Step& step) {
         std::this_thread::yield();
         return Next::again;
     }
-    if (step.direct && (error == EINVAL || error == EOPNOTSUPP)) {
+    // Direct I/O is only a faster way: whatever refuses it, the page cache may take the transfer.
+    // A failing or full device would fail that, too, and not always at once.
+    if (step.direct && error != EIO && error != ENOSPC && error != EDQUOT) {
         request_.file->drop_direct();
         return Next::again;
     }

@@ -60,8 +60,8 @@ class File {
     int buffered_fd() const { return buffered_.get(); }
 
     std::uint64_t size() const;
-    /// Allocates space. False where the file system does not support it; throws where it is full.
-    /// Thread-safe.
+    /// Allocates space. False where the file system does not, or should not; throws where it is
+    /// full. Thread-safe.
     bool allocate(std::uint64_t offset, std::uint64_t length) const;
     /// Maps the first `length` bytes of a memory-backed file for stores, if the system can.
     /// REQUIRES: they are allocated, and no other thread uses the file yet.
