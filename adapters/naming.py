@@ -22,7 +22,7 @@ from datastates.errors import CommitError
 from datastates.storage import Location, store_of
 from datastates.storage.local import opened
 
-_COMMON = 100
+_COMMON = 50
 """Leading characters of a long name by which names that differ in numbers only are recognised."""
 _OLD = "old"
 """The old folder at the final path, moved beside the new folder until the new one has its name."""

@@ -15,9 +15,9 @@ STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 HIDDEN = re.compile(r"\.")
 """The beginning of the names that :func:`hidden` gives."""
-_LONGEST = 255
-"""Most bytes of a file's name, on every usual file system."""
-_KEPT = 200
+_LONGEST = 143
+"""Most bytes of a file's name that every usual file system takes: eCryptfs takes the fewest."""
+_KEPT = 100
 """Bytes of a too long name that are kept in the name of its partial directory."""
 
 

@@ -47,7 +47,7 @@ class Run:
             self._opening.refuse_elsewhere()
 
     def _clear(self) -> None:
-        """Not when it was opened: who only reads deletes nothing. Not after the commit: a full disk may have no room."""
+        """Not when it was opened: who only reads deletes nothing. Not after the commit: a disk may be full."""
         self._tier.sweep()
         self._delete()
 

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import datastates as ds
+from datastates.commit.names import partial
 from datastates.errors import StorageError
 from datastates.providers import from_state_dict
+from datastates.storage import Location
 from datastates.storage.local import LocalStore
 
 WEIGHTS = {"a": torch.arange(1000.0), "b": torch.ones(1000)}
@@ -89,7 +91,14 @@ def test_what_a_killed_export_left_in_it_is_removed(saved: Path, folder: Path) -
     assert os.listdir(folder) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("length", [238, 239, 255])
+@pytest.mark.parametrize("letter", ["x", "\u00e4", "\u4e2d"])
+def test_what_is_under_way_has_a_name_that_ecryptfs_takes(letter: str) -> None:
+    for count in range(1, 255 // len(letter.encode())):
+        for name in (letter * count, f".{letter * count}"):
+            assert len(os.fsencode(partial(Location(f"/folder/{name}"), "01234567").name)) <= 143
+
+
+@pytest.mark.parametrize("length", [117, 118, 255])
 def test_every_name_that_torch_takes_is_taken(saved: Path, tmp_path: Path, length: int) -> None:
     torch.save({}, tmp_path / ("t" * length))
     ds.export(saved, tmp_path / ("d" * length))
