@@ -96,9 +96,9 @@ def _say_hello(hello: Location, timeout: float) -> None:
 
 def _leave(root: Location, run: str, lock: Lock | None) -> None:
     remove(_session(root, run))
-    remove(root / run)
     if lock is not None:
-        lock.close()
+        lock.close()  # first: FUSE keeps a file that is open under a hidden name, and so the directory
+    remove(root / run)
     with contextlib.suppress(OSError):  # not empty: the next run is about to begin there
         store(root).remove_empty(root)
 
@@ -133,8 +133,8 @@ def _gather(root: Location, size: int, timeout: float) -> tuple[str, Lock]:
         lock.hold()
         _meet(root, run, size, timeout)
     except BaseException:
-        remove(root / run)
         lock.close()
+        remove(root / run)
         raise
     return run, lock
 
