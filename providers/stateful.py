@@ -146,7 +146,8 @@ class _ObjectProvider(TreeProvider):
             if ref.key not in kept or (dtensors.is_dtensor(array) and arrays.fits(ref, array))
         }
         like = {ref.key: array for ref, array in found.pairs}
-        new = together.fresh(saved, (key for key in kept if key not in into), like)
+        placed = into.keys() | found.sharded.keys()
+        new = together.fresh(saved, (key for key in kept if key not in placed), like)
         added = list(stored_elsewhere(found, saved))
 
         def accept(value: Any) -> None:
@@ -155,7 +156,7 @@ class _ObjectProvider(TreeProvider):
                 add(value, path, item)
             self._object.load_state_dict(placed_like(value, live))
 
-        return Match([*into.items(), *new.items()], accept)
+        return Match([*into.items(), *new.items()], accept, found.sharded)
 
 
 def _why_refused(obj: Any, stored: object) -> str | None:

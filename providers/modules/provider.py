@@ -88,7 +88,7 @@ class ModuleProvider(TreeProvider):
                 state, whole = taking.state(value)
                 self._load(state, taking.code, saved, strict=saved.strict and whole)
 
-        return Match([*copied, *taking.new.items(), *self.inside(saved)], accept)
+        return Match([*copied, *taking.new.items(), *self.inside(saved)], accept, taking.sharded)
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """Restore into live memory if ``load_state_dict`` would only copy; into new memory arrays to give to it."""

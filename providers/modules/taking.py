@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.providers.modules.load_code import LoadCode
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
-from datastates.state import arrays, subclasses, together
+from datastates.state import arrays, sharded_tensors, subclasses, together
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.nested import leaves
 from datastates.state.provider import Saved
@@ -26,6 +26,7 @@ class Taking:
         saved: The saved state in the checkpoint.
         copied: The stored key of each live tensor that is read in place, by its name.
         new: New memory for the arrays that are given to ``load_state_dict``, by key.
+        sharded: The live ShardedTensors, which are read in place and given to ``load_state_dict``, by key.
         added: For each name that is given although this rank's stored state lacks it, its key in another rank's.
         prefixes: The prefixes that the module's wrappers put in front of names.
         prefix: The part of the prefixes that the stored names begin with.
@@ -38,6 +39,7 @@ class Taking:
     prefix: str
     copied: dict[str, str] = field(default_factory=dict)
     new: dict[str, Any] = field(default_factory=dict)
+    sharded: dict[str, Any] = field(default_factory=dict)
     added: dict[object, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -103,8 +105,10 @@ class Taking:
                 self.added[name] = full
         devices = {t.device for _, t in leaves(live) if subclasses.is_tensor(t)}
         usual = devices.pop() if len(devices) == 1 else None
-        like = {key: leaf for key in keys if (leaf := found.get(key.removeprefix(self.prefix))) is not None}
-        self.new = together.fresh(self.saved, keys, like, usual)
+        live_at = {key: leaf for key in keys if (leaf := found.get(key.removeprefix(self.prefix))) is not None}
+        self.sharded.update((key, leaf) for key, leaf in live_at.items() if sharded_tensors.is_sharded(leaf))
+        whole = [key for key in keys if key not in self.sharded]
+        self.new = together.fresh(self.saved, whole, live_at, usual)
         self._live = live if isinstance(live, dict) else {}
 
     def _gives(self, key: str) -> bool:
@@ -132,7 +136,8 @@ class Taking:
                 if key in restored:
                     value[added] = self.new[key]
             for name in filter(self.code.takes, value):
-                value[name] = subclasses.beside(self._live.get(name), value[name])
+                live = self._live.get(name)
+                value[name] = live if sharded_tensors.is_sharded(live) else subclasses.beside(live, value[name])
         return value, _without_holes(value, deep="" in self.code.prefixes)
 
 

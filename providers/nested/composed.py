@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from datastates.errors import ProviderError
-from datastates.state import dtensors, subclasses
+from datastates.state import dtensors, sharded_tensors, subclasses
 from datastates.state.keys import boxes
 from datastates.state.nested import items
 
@@ -40,10 +40,15 @@ def check_boxes(name: str, listed: Collection[str], live: Callable[[], dict[str,
 
 
 def placed_like(value: Any, live: Any) -> Any:
-    """Make DTensors of the restored parts in a nested value, where the live value has DTensors; changes containers."""
+    """Make DTensors of the restored parts in a nested value, where the live value has DTensors; changes containers.
+
+    A ShardedTensor of the live value, which has been read in place, takes the place of its part.
+    """
     if isinstance(value, (dict, list)) and isinstance(live, type(value)):
         for k, item in items(value):
             if k in live if isinstance(live, dict) else k < len(live):
                 value[k] = placed_like(item, live[k])
         return value
+    if sharded_tensors.is_sharded(live):
+        return live
     return subclasses.beside(live, value) if dtensors.is_dtensor(live) else value

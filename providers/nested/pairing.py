@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.container.unbuilt import Unbuilt
 from datastates.providers.nested.sameness import own_key
-from datastates.state import arrays, dtypes, nested
+from datastates.state import arrays, dtypes, nested, sharded_tensors
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef
 
@@ -19,6 +19,7 @@ class Differences:
 
     Attributes:
         pairs: Arrays that both values have: the stored array's reference, and the live array.
+        sharded: The live ShardedTensors of stored arrays.
         missing: Keys that only the live value has.
         unexpected: Keys that only the stored value has.
         mismatched: Keys of other differences, each with the difference as text.
@@ -28,6 +29,7 @@ class Differences:
     """
 
     pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
+    sharded: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, str] = field(default_factory=dict)
@@ -93,7 +95,9 @@ class _Walk:
             found.leaves.append((key, s, v))
 
     def _meet(self, s: ArrayRef, v: object, key: str) -> None:
-        if arrays.kind_of(v) is None:
+        if sharded_tensors.is_sharded(v):
+            self.found.sharded[key] = v
+        elif arrays.kind_of(v) is None:
             self.found.mismatched[key] = f"an array in the checkpoint, none in the live state: {dtypes.described(v)}"
         else:
             # several keys may share memory: the reference may then have another of their keys

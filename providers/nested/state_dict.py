@@ -11,7 +11,7 @@ from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.sameness import own_key, same
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
-from datastates.state import arrays, laziness
+from datastates.state import arrays, laziness, sharded_tensors
 from datastates.state.nested import leaves, with_items
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
@@ -100,7 +100,8 @@ class _ContainerProvider(TreeProvider):
                     )
         unexpected = [*found.unexpected, *states_left_out(stored, cut)]
         saved.report(missing=found.missing, unexpected=unexpected, mismatched=mismatched)
-        return Match([*((ref.key, array) for ref, array in found.pairs), *self.inside(saved)], self._accept)
+        pairs = [(ref.key, array) for ref, array in found.pairs]
+        return Match([*pairs, *self.inside(saved)], self._accept, found.sharded)
 
     def _accept(self, value: Any) -> None:
         live = self.value()
@@ -113,6 +114,8 @@ def merge(live: Any, value: Any) -> object:
     Returns:
         The live container, or the restored value of a leaf or tuple, which the caller must put into the parent.
     """
+    if sharded_tensors.is_sharded(live):
+        return live
     if live is value or arrays.kind_of(live) is not None:
         take_attributes(live, value)
         return live

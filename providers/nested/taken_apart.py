@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
 from datastates.providers.nested.freezing import Copies, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
-from datastates.state import arrays, dtensors, laziness, storages, subclasses
+from datastates.state import arrays, dtensors, laziness, sharded_tensors, storages, subclasses
 from datastates.state.depth import DEEPEST, deeper
 from datastates.state.keys import INNER, component, is_inner, is_of_rank, join, of_rank
 from datastates.state.known_layout import Describer
@@ -133,6 +134,8 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [lazy for _, _, lazy in found])
     if walk.composed:
         tree.shards = _beside(tree.shards, walk.composed)
+    if walk.boxes:
+        tree.shards = [*tree.shards, *walk.boxes]
     return tree
 
 
@@ -160,6 +163,7 @@ class _Walk:
         found: The arrays: key, array, and whether it is lazy.
         opaque, opaque_keys: The objects to pickle, and their keys for messages.
         composed: The DTensors whose local tensors consist of others.
+        boxes: The shards of ShardedTensors.
     """
 
     def __init__(self, lazy: Lazy, detached: bool) -> None:
@@ -167,6 +171,7 @@ class _Walk:
         self.opaque: list[object] = []
         self.opaque_keys: list[str] = []
         self.composed: list[object] = []
+        self.boxes: list[Shard] = []
         self._lazy = lazy
         self._detached = detached
         self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
@@ -219,6 +224,9 @@ class _Walk:
             return item
         if dtensors.is_dtensor(item):
             return self._composed(item, key)
+        if sharded_tensors.is_sharded(item):
+            self.boxes += sharded_tensors.shards_of(key, item, partial(self._lazy, key))
+            return self._copies.setdefault(id(item), ArrayLeaf(key))
         if subclasses.is_tensor(item):  # sparse, meta and the like
             return self._odd_tensor(item, key)
         if storages.is_storage(item):

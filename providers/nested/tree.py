@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ from datastates.errors import ProviderError
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
-from datastates.state import arrays, laziness, subclasses, together
+from datastates.state import arrays, laziness, sharded_tensors, subclasses, together
 from datastates.state.depth import deeper
 from datastates.state.keys import is_inner
 from datastates.state.known_layout import Describer, Known
@@ -76,10 +76,12 @@ class Match:
     Attributes:
         pairs: The arrays to restore into, each with its key.
         accept: Takes the stored value with its restored arrays, and restores all values that are not in place yet.
+        sharded: The live ShardedTensors to restore into, by key.
     """
 
     pairs: Sequence[tuple[str, object]]
     accept: Callable[[Any], object]
+    sharded: Mapping[str, object] = field(default_factory=dict)
 
 
 class TreeProvider(StateProvider):
@@ -194,7 +196,9 @@ class TreeProvider(StateProvider):
         if by_key is not None:
             by_key.targets = dict(found.pairs)
         rest = object_shard("" if by_key is None else by_key.key, source=(found.accept, by_key))
-        return arrays.Destinations(keys, values, [rest])
+        boxes = [box for key, tensor in found.sharded.items() for box in sharded_tensors.destinations(key, tensor)]
+        every = arrays.Destinations(keys, values, [rest])
+        return [*every, *boxes] if boxes else every
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """The live arrays. A tensor that is no plain memory, such as a sparse tensor, is not restored by its name."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from datastates._base import log
 from datastates._base.loaded import loaded
-from datastates.providers.nested.composed import check_boxes
-from datastates.providers.nested.pairing import add, pair
+from datastates.providers.nested.composed import check_boxes, placed_like
+from datastates.providers.nested.pairing import Differences, add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
 from datastates.providers.optimizer.parameter_names import in_live_order, name_differences
@@ -88,13 +88,16 @@ class OptimizerProvider(TreeProvider):
             saved.report(mismatched=mismatched)
             for name in stored["state"][number]:  # all states of a parameter are restored, or none
                 keys.pop(state_key(number, name), None)
-        pairs = pair(stored, live, known).pairs if is_same else []
+        both = pair(stored, live, known) if is_same else Differences()
+        pairs, sharded = both.pairs, both.sharded
+        for key in sharded:  # they are read in place, as DCP does
+            keys.pop(key, None)
         # a rate in a tensor is replaced by a new tensor, as by torch: the optimizer's defaults may hold the old tensor
         states = [(ref.key, array) for ref, array in pairs if ref.key.startswith("state/")]
         into = together.in_place(saved, {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)})
         like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)
-        new = together.fresh(saved, (key for key in keys if key not in into), like)
-        found = {key: into[key] if key in into else new[key] for key in keys}
+        new = together.fresh(saved, (key for key in keys if key not in into and key not in sharded), like)
+        found = {key: into[key] if key in into else new[key] for key in keys if key not in sharded}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
         added_states = [(("state", number, name), array) for number, name, array in found_added if array is not None]
 
@@ -112,8 +115,8 @@ class OptimizerProvider(TreeProvider):
                 for name, item in states.items():
                     if subclasses.is_composed(item):
                         states[name] = subclasses.beside(places.get(state_key(number, name)), item)
-            self._optimizer.load_state_dict(value)
+            self._optimizer.load_state_dict(placed_like(value, live) if sharded else value)
             if is_plain and (cast := uncast(self._optimizer, value, keeps)):
                 log.warning("%r: torch has converted states to the type of their parameters: %s", self.name, cast)
 
-        return Match(list(found.items()), accept)
+        return Match(list(found.items()), accept, sharded)
