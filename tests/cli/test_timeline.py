@@ -14,8 +14,8 @@ from command import run, run_json
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.cli.timeline_page import _ticks, page
-from datastates.executor.timeline import TRAINING_THREAD, Span
+from datastates.cli.timeline_page import MEANINGS, _ticks, page
+from datastates.executor.timeline import RESTORE_WAITS_FOR, STEP, TRAINING_THREAD, WAITS_FOR, Span
 from datastates.providers import HostTensorProvider
 
 SPANS = [
@@ -42,13 +42,27 @@ def test_a_span_is_a_rectangle_at_its_time() -> None:
     html = page(SPANS, "a title & more")
     rectangles = [attributes for name, attributes in Elements(html).found if name == "rect"]
     place = [(float(r["x"] or ""), float(r["width"] or "")) for r in rectangles]
-    assert place == [(180, 600), (330, 1050), (330, 150), (630, 750)]
+    assert place == [(0, 600), (150, 1050), (150, 150), (450, 750)]
     heights = [int(r["height"] or "") for r in rectangles]
     assert heights[2] < heights[0], "a call is drawn inside the step around it"
-    assert "<title>write: 5.000000 s from 3.000000 s, 5 MB</title>" in html
+    assert "<title>write: 5.000000 s from 3.000000 s, 4.8 MiB</title>" in html
     assert "snapshots &lt;&amp;&gt;" in html
     assert "a title &amp; more" in html
-    assert "<td>snapshot</td><td>1</td><td>7.000 s</td><td>7.000 s</td><td>0</td>" in html
+    meaning = "one snapshot, from the call to its commit"
+    assert f"<td>snapshot</td><td>1</td><td>7.000 s</td><td>7.000 s</td><td></td><td>{meaning}</td>" in html
+    assert "<td>4.8 MiB</td><td>data goes to storage</td>" in html
+
+
+def test_every_kind_of_span_has_a_meaning() -> None:
+    assert {STEP, "snapshot", "restore", *WAITS_FOR, *RESTORE_WAITS_FOR} == MEANINGS.keys()
+
+
+def test_a_narrow_window_scrolls_the_spans_and_not_their_names() -> None:
+    html = page(SPANS, "t")
+    names, spans = (part.partition("</svg>")[0] for part in html.split("<svg")[1:])
+    assert TRAINING_THREAD in names
+    assert "<rect" in spans
+    assert html.index('<div class="scroll">') > html.index(TRAINING_THREAD)
 
 
 def test_the_page_loads_nothing() -> None:
