@@ -54,7 +54,7 @@ svg {{ flex: none; }}
 svg text {{ font: 12px system-ui, sans-serif; fill: #222; }}
 svg text.inside {{ fill: #fff; pointer-events: none; }}
 table {{ border-collapse: collapse; margin-top: 1.5em; }}
-th, td {{ padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd; }}
+th, td {{ padding: .2em .8em; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }}
 th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left; }}
 @media (max-width: 700px) {{ body {{ margin: .7em; }} th, td {{ padding: .2em .4em; }} .track {{ width: 7em; }} }}
 </style>
