@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from errno import EPERM, ESPIPE
 from types import FunctionType
 from typing import Any, cast
 
@@ -58,6 +59,11 @@ class StorageError(DatastatesError, OSError):
     def __init__(self, errno: int, operation: str, path: str, message: str | None = None) -> None:
         """Take ``message``, or compose it from the operation, the path and the text of ``errno``."""
         text = message or f"{operation} {path}: {os.strerror(errno)} [errno {errno}]"
+        if errno == ESPIPE or (operation, errno) == ("close", EPERM):  # such a mount
+            text += (
+                ". This mount takes the bytes of a file only in order, from one descriptor: mount it with a cache on "
+                "disk, as rclone with --vfs-cache-mode full"
+            )
         super().__init__(errno, text, path)
         self.operation = operation
 

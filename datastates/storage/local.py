@@ -142,12 +142,13 @@ class LocalStore(Store):
 
     @override
     def writer(self, path: Location, *, direct: bool) -> Writer:
+        # for reading, too: rclone then keeps the file in its cache, where it can be written at any place
         with self._call("open", path):
-            file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            file = opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         past_cache = None
         if direct:
             with contextlib.suppress(OSError):
-                past_cache = opened(path, os.O_WRONLY | os.O_DIRECT)
+                past_cache = opened(path, os.O_RDWR | os.O_DIRECT)
         return LocalWriter(path, file, past_cache, self._call)
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import pickle
 
@@ -38,3 +39,14 @@ def test_an_error_pickles_with_its_message_and_attributes(error: errors.Datastat
     assert vars(found) == vars(error)
     if isinstance(error, OSError):
         assert (found.errno, found.filename) == (error.errno, error.filename)
+
+
+def test_a_mount_that_writes_in_order_only_is_told_how_to_be_mounted() -> None:
+    for told in (
+        errors.StorageError(errno.ESPIPE, "write", "/mnt/a"),
+        errors.StorageError(errno.ESPIPE, "write", "/mnt/a", "write failed on /mnt/a: Illegal seek (errno 29)"),
+        errors.StorageError(errno.EPERM, "close", "/mnt/a"),
+    ):
+        assert "/mnt/a: " in str(told)
+        assert "--vfs-cache-mode full" in str(told)
+    assert "rclone" not in str(errors.StorageError(errno.EPERM, "write", "/mnt/a"))
