@@ -220,6 +220,17 @@ check-long: .venv/installed ## The longest tests, interrupts, random states, fau
 	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
 	$(BIN)/python tests/crash/chaos/kill.py build/long/chaos
 
+# The S3 server has an environment of its own: the file systems come from the system's packages.
+.PHONY: check-mounts
+check-mounts: .venv/installed .venv-mounts/installed ## Checkpoints on file systems that are mounted for real; needs root, says what is missing
+	MOTO_SERVER=$(CURDIR)/.venv-mounts/bin/moto_server $(BIN)/pytest -m by_hand tests/mounts
+
+.venv-mounts/installed:
+	rm -rf .venv-mounts
+	$(MAKE_VENV) .venv-mounts
+	$(call INSTALL_IN,.venv-mounts) 'moto[server]==5.2.5'
+	touch $@
+
 # --- documentation -----------------------------------------------------------------------------------------
 
 .PHONY: docs
@@ -268,4 +279,4 @@ wheels: ## Build dist/*.tar.gz, and self-contained dist/*.whl for each of MACHIN
 
 .PHONY: clean
 clean: ## Remove all that make made
-	rm -rf .venv .venv-numpy .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-numpy .venv-mounts .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,197 @@
+"""File systems that are mounted for real hold checkpoints and exports, or say what rules them out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mounting import KINDS, MissingError, Mounts, unmount
+
+EXERCISE = Path(__file__).with_name("exercise.py")
+PARTS = ("save", "save by two ranks", "export to one.safetensors", "export to one.pt", "export to folder")
+REFUSED: dict[str, dict[str, str]] = {}
+"""For each file system, what its parts say where they are not done."""
+
+pytestmark = pytest.mark.by_hand
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder on a disk, which servers can reach: pytest's own folders are closed to other users."""
+    if os.geteuid():
+        pytest.skip("to mount needs root")
+    with tempfile.TemporaryDirectory(prefix="mounts-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def exercise(*paths: Path) -> dict[str, str]:
+    """Exercise a mount in a process of its own; returns what each part says."""
+    command = [sys.executable, EXERCISE, paths[0], paths[-1], paths[0].parent / "elsewhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_system(kind: str, place: Path) -> None:
+    with Mounts(place) as mounts:
+        try:
+            paths = KINDS[kind](mounts)
+        except MissingError as missing:
+            pytest.skip(f"{kind}: {missing}")
+        found = exercise(*paths)
+    print(kind, json.dumps(found, indent=2))
+    refused = REFUSED.get(kind, {})
+    for part, said in found.items():
+        assert re.search(refused.get(part, r"\Aok\Z"), said), f"{part}: {said}"
+    assert set(PARTS) <= set(found)
+
+
+READS = """
+import sys
+from pathlib import Path
+import exercise, datastates as ds
+from datastates.providers import from_state_dict
+place, elsewhere = map(Path, sys.argv[1:])
+exercise.loaded(place, 0)
+exercise.verified(place)
+exercise.exported(place, elsewhere / "one.safetensors")
+state = exercise.state_of(0)
+with ds.Checkpointer(place) as ckpt:
+    assert ckpt.restore([from_state_dict("rank0", state)]).step == exercise.STEPS
+    exercise.same(state, exercise.STEPS)
+    try:
+        ckpt.snapshot([from_state_dict("rank0", state)], step=9).wait_committed()
+    except ds.errors.StorageError as error:
+        print(error)
+"""
+LOST = """
+import subprocess, sys
+from pathlib import Path
+import exercise, datastates as ds
+from datastates.providers import from_state_dict
+place = Path(sys.argv[1])
+state = [from_state_dict("rank0", exercise.state_of(0))]
+with ds.Checkpointer(place / "run", on_error="warn") as ckpt:
+    ckpt.snapshot(state, step=1).wait_committed()
+    subprocess.run(["umount", "-l", place], check=True)
+    try:
+        ckpt.snapshot(state, step=2).wait_committed()
+    except (ds.errors.StorageError, ds.errors.CommitError) as error:
+        print(error)
+print(*place.iterdir())
+"""
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import exercise, datastates as ds
+from datastates.providers import from_state_dict
+place, server = Path(sys.argv[1]), int(sys.argv[2])
+state = exercise.state_of(0)
+with ds.Checkpointer(place / "run") as ckpt:
+    ckpt.snapshot([from_state_dict("rank0", state)], step=1).wait_committed()
+    state.update(exercise.state_of(2))
+    os.kill(server, signal.SIGSTOP)
+    second = ckpt.snapshot([from_state_dict("rank0", state)], step=2)
+    print(second.committed, flush=True)
+    os.kill(server, signal.SIGCONT)
+    second.wait_committed()
+exercise.same(ds.load(place / "run")["rank0"], 2)
+"""
+
+READER = """
+import sys
+from pathlib import Path
+import exercise, datastates as ds
+from datastates.providers import from_state_dict
+from hold import held
+here, there = (Path(path) / "run" for path in sys.argv[1:])
+with ds.Checkpointer(here) as ckpt:
+    ckpt.snapshot([from_state_dict("rank0", exercise.state_of(1))], step=1).wait_committed()
+    with held():
+        second = ckpt.snapshot([from_state_dict("rank0", exercise.state_of(2))], step=2)
+        with ds.Checkpointer(there) as reader:
+            assert reader.steps() == [1]
+        assert not second.committed
+    second.wait_committed()
+exercise.same(ds.load(there)["rank0"], 2)
+"""
+ALIKE = """
+import sys
+import numpy as np, datastates as ds
+from datastates.providers import from_state_dict
+ds.snapshot([from_state_dict("alike", {"w": np.ones(4_000_000)})], sys.argv[1] + "/one").wait_committed()
+"""
+
+
+def run(script: str, *arguments: object) -> str:
+    """Run a script beside the exercise; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": f"{EXERCISE.parent}:{EXERCISE.parents[1] / 'support'}"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_reader_at_another_mount_deletes_nothing(place: Path) -> None:
+    with Mounts(place) as mounts:
+        run(READER, *KINDS["bindfs, mounted twice"](mounts))
+
+
+@pytest.mark.parametrize("kind", ["squashfs", "squashfuse"])
+def test_what_cannot_be_written_is_read(kind: str, place: Path) -> None:
+    with Mounts(place) as mounts:
+        mounts.need("mksquashfs", *(["squashfuse"] if kind == "squashfuse" else []))
+        source, image, at = mounts.folder("source"), place / "image", mounts.folder("mount")
+        run("import sys, exercise, pathlib; exercise.save(pathlib.Path(sys.argv[1]), 1)", source / "run")
+        mounts.call("mksquashfs", source, image, "-quiet")
+        if kind == "squashfs":
+            mounts.mount("mount", "-o", "loop,ro", image, at, at=at)
+        else:
+            mounts.serve("squashfuse", "-f", image, at, at=at)
+        said = run(READS, at / "run", mounts.folder("exports"))
+        assert re.search(r"Read-only file system|Function not implemented", said), said
+
+
+def test_a_mount_that_is_lost(place: Path) -> None:
+    at = place / "mount"
+    at.mkdir()
+    with Mounts(place) as mounts:
+        mounts.mount("mount", "-t", "tmpfs", "-o", "size=256M", "none", at, at=at)
+        said = run(LOST, at)
+    assert str(at) in said.splitlines()[0]
+    assert said.splitlines()[-1] == ""
+    assert not list(at.iterdir())
+
+
+def test_a_mount_that_has_stopped(place: Path) -> None:
+    with Mounts(place) as mounts:
+        mounts.need("bindfs")
+        below, at = mounts.folder("below"), mounts.folder("mount")
+        server = mounts.start("bindfs", "-f", below, at, until=lambda: os.path.ismount(at))
+        mounts.callback(unmount, at)
+        assert run(STOPPED, at, server.pid) == "False\n"
+
+
+def test_what_btrfs_compresses_is_compressed(place: Path) -> None:
+    with Mounts(place) as mounts:
+        mounts.need("filefrag")
+        (at,) = KINDS["Btrfs"](mounts)
+        run(ALIKE, at)
+        mounts.call("btrfs", "filesystem", "sync", at)
+        (file,) = at.rglob("*.pt")
+        extents = subprocess.run(["filefrag", "-v", file], capture_output=True, text=True, check=True).stdout
+    assert "encoded" in extents, extents
