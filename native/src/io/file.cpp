@@ -75,6 +75,7 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     if (::fstatfs(fd, &status) == 0) {
         memory_backed_ = is(status, TMPFS_MAGIC) || is(status, RAMFS_MAGIC);
         by_handle_ = is(status, kFuse);
+        compresses_ = is(status, BTRFS_SUPER_MAGIC);
     }
     if (!want_direct || memory_backed_) return;
 
@@ -94,6 +95,7 @@ File::File(File&& other) noexcept
       offset_alignment_(other.offset_alignment_),
       memory_backed_(other.memory_backed_),
       by_handle_(other.by_handle_),
+      compresses_(other.compresses_),
       direct_(other.direct()),
       memory_(std::move(other.memory_)) {}
 
@@ -172,6 +174,7 @@ void File::will_need(std::uint64_t offset, std::uint64_t length) const {
 
 bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
     if (length == 0) return true;
+    if (compresses_) return false;
     const int error = retry(fault::Point::allocate, [&] {
         return ::fallocate(buffered_.get(), 0, static_cast<off_t>(offset),
                            static_cast<off_t>(length));

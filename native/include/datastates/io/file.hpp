@@ -95,7 +95,8 @@ class File {
     std::size_t memory_alignment_ = 4096;
     std::size_t offset_alignment_ = 4096;
     bool memory_backed_ = false;
-    bool by_handle_ = false;  // a server behind FUSE may treat each descriptor by itself
+    bool by_handle_ = false;   // a server behind FUSE may treat each descriptor by itself
+    bool compresses_ = false;  // Btrfs may, but never what was allocated before it was written
     std::atomic<bool> direct_ = false;
     std::unique_ptr<FileMemory> memory_;
 };
