@@ -18,7 +18,7 @@ PLUGGED = Path(__file__).parent / "plugged.py"
 
 
 def test_nothing_that_is_plugged_in_stops_training(tmp_path: Path, run: Callable[..., Any]) -> None:
-    ended = run("-P", PLUGGED, tmp_path)
+    ended = run("-P", PLUGGED, tmp_path, timeout=600)
     assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr
     assert ended.stdout.endswith("all rounds have ended\n")
 
