@@ -175,6 +175,32 @@ def clear_faults() -> None:
 def cuda_device_count() -> int:
     """Number of CUDA devices that the driver shows; 0 without a driver."""
 
+class ReplicaRanges:
+    """Where arrays lie that several ranks hold alike. Immutable."""
+
+    def __init__(
+        self,
+        *,
+        device: _I32,
+        stream: _U64,
+        nbytes: _U64,
+        position: _U64,
+        digest: _U32,
+        eager: _U8,
+        digests: int,
+    ) -> None:
+        """Check the columns, which have one entry for each range of memory.
+
+        Args:
+            device: CUDA device number, or -1 for host memory.
+            stream: The CUstream that produces the memory of a device; 0 for the legacy default stream.
+            nbytes: Length in bytes.
+            position: Number of the range's first word, of 8 bytes, in its digest.
+            digest: Number of the digest that the range belongs to.
+            eager: 1 if the memory may change once ``submit_write`` returns.
+            digests: Number of digests.
+        """
+
 class WritePlan:
     """The layout of a container file. Checked once, then used for any number of snapshots. Immutable."""
 
@@ -307,7 +333,15 @@ class Executor:
         """Make a CUDA device known before its first job, so that reserved memory is page-locked for it."""
 
     def submit_write(
-        self, path: str | bytes | None, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
+        self,
+        path: str | bytes | None,
+        plan: WritePlan,
+        ptr: _U64,
+        device: _I32,
+        stream: _U64,
+        witness: _U8,
+        replicas: ReplicaRanges | None = None,
+        replica_ptr: _U64 | None = None,
     ) -> WriteJob:
         """Start a write job, and return once the eager sources are captured.
 
@@ -323,6 +357,8 @@ class Executor:
             device: CUDA device number of each source, or -1 for host memory.
             stream: The CUstream that produces each device source; 0 for the legacy default stream.
             witness: 1 for each source to take a fingerprint of; see ``torn``.
+            replicas: Memory to digest, whether or not it is written; None for none.
+            replica_ptr: Address of each range of ``replicas``. The memory must stay as that of the sources does.
         """
 
     def submit_read(
@@ -435,6 +471,9 @@ class WriteJob:
 
     def torn(self) -> list[int]:
         """Numbers of the sources whose fingerprint changed or whose memory was gone. Valid once captured."""
+
+    def replica_digests(self) -> tuple[_U64, list[int]]:
+        """The digests of the replicas, and the numbers of those whose memory was unmapped. Valid once captured."""
 
     def checksums(self) -> tuple[_U32, _U32]:
         """CRC-32 of each source, and CRC-32 of each chunk of all sources end to end.

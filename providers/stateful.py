@@ -38,12 +38,13 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
     keyed by parameter names (``get_optimizer_state_dict``), only the states of live parameters are taken. A checkpoint
     of a :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
 
-    Each rank saves its part of a DTensor. Other arrays beside DTensors are taken to be the same on all ranks of the
-    DTensors' meshes. A ``DistributedDataParallel`` or a module of ``torch.compile``, nested or not, is saved as the
-    module in it, without ``module.`` and ``_orig_mod.`` in front of the keys. So the checkpoint also restores into the
-    bare module. A wrapper with hooks on its state, methods for it or tensors of its own is saved as torch saves it. The
-    arrays of a ``DistributedDataParallel`` are taken to be the same on all ranks of its process group, except the
-    parameters that it ignores.
+    Each rank saves its part of a DTensor. Other arrays beside DTensors must be the same on all ranks of the DTensors'
+    meshes: the ranks compare their digests, and the snapshot fails where they differ. A ``DistributedDataParallel`` or
+    a module of ``torch.compile``, nested or not, is saved as the module in it, without ``module.`` and ``_orig_mod.``
+    in front of the keys. So the checkpoint also restores into the bare module. A wrapper with hooks on its state,
+    methods for it or tensors of its own is saved as torch saves it. The arrays of a ``DistributedDataParallel`` must be
+    the same on all ranks of its process group, except what it ignores.
+    Buffers that it broadcasts before each forward pass are saved from the group's lowest rank, whatever others hold.
 
     Args:
         name: Top-level key in the checkpoint.
@@ -84,12 +85,18 @@ class _DataParallel(ReplicatedProvider):
         ranks = loaded("torch").distributed.get_process_group_ranks(wrapped.parallel.process_group)
         super().__init__(module, ranks)
         self._ignored = set(map(component, wrapped.ignored))
+        # it sends the lowest rank's buffers to all ranks before each forward pass, so they differ in between
+        sent = wrapped.module.named_buffers() if wrapped.parallel.broadcast_buffers else ()
+        self._sent = {component(name) for name, _ in sent}
 
     def _said(self) -> object:
-        return super()._said(), self._ignored
+        return super()._said(), self._ignored, self._sent
 
     def _is_replicated(self, key: str) -> bool:
         return key not in self._ignored
+
+    def _is_compared(self, key: str) -> bool:
+        return key not in self._sent
 
 
 class _ObjectProvider(TreeProvider):

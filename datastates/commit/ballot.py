@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest, room
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
+from datastates.commit.replicas import ReplicaDigests, describe_difference, find_difference
 from datastates.commit.tier import Opening, Tier, Uncommitted
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
@@ -48,6 +49,7 @@ class Vote:
         nbytes: Length of the container, in bytes.
         index_crc32: CRC-32 of the container's index.
         claims: The arrays and objects in the container; None in a world of one rank.
+        replicas: The digests of the arrays that other ranks hold, too; None if there are none.
     """
 
     step: int
@@ -57,18 +59,24 @@ class Vote:
     nbytes: int = 0
     index_crc32: int = 0
     claims: Claims | None = None
+    replicas: ReplicaDigests | None = None
 
     def encode(self) -> bytes:
         """The vote as bytes. The first byte says whether the rank has failed."""
         claims = None if self.claims is None else encode_claims(self.claims)
-        fields = [self.step, self.error, self.skipped, self.file, self.nbytes, self.index_crc32, claims]
+        replicas = None if self.replicas is None else self.replicas.encode()
+        fields = [self.step, self.error, self.skipped, self.file, self.nbytes, self.index_crc32, claims, replicas]
         return (FAILED if self.error else DONE) + pack(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Vote:
         """The inverse of :meth:`encode`."""
-        step, error, skipped, file, nbytes, crc, claims = unpack(data[1:])
-        return cls(step, error, skipped, file, nbytes, crc, None if claims is None else decode_claims(claims))
+        step, error, skipped, file, nbytes, crc, claims, replicas = unpack(data[1:])
+        return cls(
+            *(step, error, skipped, file, nbytes, crc),
+            claims=None if claims is None else decode_claims(claims),
+            replicas=None if replicas is None else ReplicaDigests.decode(replicas),
+        )
 
 
 _COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
@@ -272,8 +280,27 @@ def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.Cat
     except (CommitError, catalog.ConflictError):
         _refuse_conflict(votes, pending)
         raise
+    _refuse_difference(votes, pending, claims)
     store_of(paths[0]).create(pending.file(catalog.FILE), encoded)
     return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
+
+
+def _refuse_difference(votes: dict[int, Vote], pending: Uncommitted, claims: Sequence[Claims]) -> None:
+    """Raise CommitError if ranks hold different arrays under one key, of which only one was written."""
+    found = find_difference(claims, [vote.replicas for vote in votes.values()])
+    if found is None:
+        return
+    numbers, (at, _), (row, _) = list(votes), found.ranks, found.rows
+    table = open_container(pending.path(votes[numbers[at]].file)).index.shards
+    writers = ((c.key == claims[at].key[row]) & (c.begin == found.begin) & (c.end > c.begin) for c in claims)
+    raise CommitError(
+        describe_difference(
+            next(table.rows([row])).key,
+            (numbers[found.ranks[0]], numbers[found.ranks[1]]),
+            next(n for n, holds in zip(numbers, writers, strict=True) if holds.any()),
+            found,
+        )
+    )
 
 
 def _refuse_conflict(votes: dict[int, Vote], pending: Uncommitted) -> None:

@@ -24,6 +24,7 @@ from datastates.storage.location import Location
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
+ReplicaRanges = _native.ReplicaRanges
 Exchange = _native.Exchange
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
@@ -108,7 +109,14 @@ class Executor:
         self._core().prepare_device(device)
         self._core().reserve(nbytes)
 
-    def submit_write(self, path: Location | None, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
+    def submit_write(
+        self,
+        path: Location | None,
+        prepared: PreparedWrite,
+        sources: Columns,
+        witness: U8,
+        replicas: tuple[ReplicaRanges, U64] | None = None,
+    ) -> WriteJob:
         """Start a write job; eager sources are captured when this returns. If it raises, it leaves no file.
 
         Args:
@@ -118,8 +126,11 @@ class Executor:
             prepared: The container's plan, from :func:`prepare_write`.
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
+            replicas: Memory to digest, whether or not it is written, and the address of each range of it. It must stay
+                alive like the sources.
         """
-        return self._core().submit_write(None if path is None else _opened(path), prepared, *sources, witness)
+        place = None if path is None else _opened(path)
+        return self._core().submit_write(place, prepared, *sources, witness, *(replicas or ()))
 
     def submit_read(
         self,

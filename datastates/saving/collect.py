@@ -12,9 +12,10 @@ import numpy as np
 from datastates._base import gc_pause
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.executor.executor import Columns, columns
+from datastates.executor.executor import columns
 from datastates.planning import owners
-from datastates.saving.structure import Structure
+from datastates.saving.replicas import is_compared, plan_replicas
+from datastates.saving.structure import Places, Structure
 from datastates.state import dtensors, versions
 from datastates.state.dtypes import BY_NAME
 from datastates.state.known_layout import Knowledge
@@ -30,7 +31,7 @@ class Collected:
     Attributes:
         providers: The providers, in the caller's order.
         structure: The arrays without contents. An earlier snapshot's structure is used again while it holds.
-        columns: The structure's buffers at their present addresses.
+        places: The present addresses of the structure's memory.
         described: The shards that each provider returned, which keep the memory alive.
         sources: For each array shard, the live array.
         memory: Objects that keep the arrays' memory alive, even if an array is given other memory.
@@ -39,7 +40,7 @@ class Collected:
 
     providers: list[StateProvider]
     structure: Structure
-    columns: Columns
+    places: Places
     described: list[Sequence[Shard]]
     sources: list[object]
     memory: list[object]
@@ -64,7 +65,8 @@ def collect(
 ) -> Collected:
     """Ask the providers for their shards, and check them.
 
-    Where several ranks hold the same array, one rank writes it. The others store an empty part.
+    Where several ranks hold the same array, one rank writes it. The others store an empty part, and all take a digest
+    of what they hold.
 
     Args:
         providers: The providers.
@@ -106,14 +108,14 @@ def collect(
         raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
     names = tuple(stored_name(p, rank, ranks) for p in chosen)
     layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
-    structure, columns = last, None
+    structure, places = last, None
     if last is not None and last.serves(names, layouts):
-        columns = last.columns_now(described)
-    if structure is None or columns is None:
+        places = last.places_now(described)
+    if structure is None or places is None:
         structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None, ranks)
-        columns = structure.columns
+        places = structure.places()
     _check_objects(keys, structure)
-    return Collected(chosen, structure, columns, described, sources, memory, objects)
+    return Collected(chosen, structure, places, described, sources, memory, objects)
 
 
 @gc_pause.paused()
@@ -128,7 +130,11 @@ def _structure(
     """Check array shards and number their buffers; ``rank`` is None if there is only one rank."""
     rows = _checked_rows(names, layouts, described)
     begins = [s.buffer.pointer if s.buffer and s.buffer.nbytes else 0 for _, s in rows]
-    left = set() if rank is None else _leave_to_owners(rows, names, rank, ranks)
+    left = {} if rank is None else _leave_to_owners(rows, names, rank, ranks)
+    held = [left.get(i, shard) for i, (_, shard) in enumerate(rows)]
+    replicas = None
+    if rank is not None:
+        replicas = plan_replicas([(i, shard) for i, shard in enumerate(held) if is_compared(shard)])
     buffers: list[Buffer] = []
     source: list[int] = []
     eager: list[bool] = []
@@ -149,7 +155,7 @@ def _structure(
     witness = np.zeros(len(buffers), np.uint8)
     witness[[number for (_, shard), number in zip(rows, source, strict=True) if shard.lazy]] = 1
     versioned = (yes for shards in described for yes in _have_versions(shards))
-    counted = [i for i, yes in enumerate(versioned) if yes and rows[i][1].lazy]
+    counted = [i for i, yes in enumerate(versioned) if yes and held[i].lazy]
     _, addresses = versions.witness([sources[i] for i in counted])
     nbytes = sum(b.nbytes for b in buffers)
     placed = [(i, number) for i, number in enumerate(source) if i not in left and buffers[number].nbytes]
@@ -164,11 +170,12 @@ def _structure(
         columns=columns(buffers),
         begins=np.array(begins, np.uint64),
         placed=(np.array([i for i, _ in placed], np.int64), np.array([number for _, number in placed], np.int64)),
-        devices=sorted({b.device for b in buffers} - {HOST}),
+        devices=sorted({b.device for b in buffers}.union(replicas.devices if replicas else ()) - {HOST}),
         nbytes=nbytes,
         counted=np.array(counted, np.int64),
         addresses=addresses,
-        donatable=[i for i, (_, s) in enumerate(rows) if s.kind == "jax" and s.buffer and s.buffer.device != HOST],
+        donatable=[i for i, s in enumerate(held) if s.kind == "jax" and s.buffer and s.buffer.device != HOST],
+        replicas=replicas,
         in_part=_in_part(rows, names, sources) if rank is None else None,
     )
 
@@ -202,15 +209,15 @@ def _checked_rows(
     return rows
 
 
-def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int, ranks: int) -> set[int]:
-    """Replace each array that another rank writes by an empty part; returns the numbers of the replaced rows.
+def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int, ranks: int) -> dict[int, Shard]:
+    """Replace each array that another rank writes by an empty part; returns the replaced shards by their numbers.
 
     Arrays that share memory have the same owner: they are written once, and share one record.
 
     Raises:
         ProviderError: The ``replicas`` of an array lack this rank, or name a rank that does not save.
     """
-    left: set[int] = set()
+    left: dict[int, Shard] = {}
     for i, (p, shard) in enumerate(rows):
         if shard.replicas == EVERY_RANK:
             rows[i] = p, replace(shard, replicas=tuple(range(ranks)))
@@ -247,7 +254,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
             # tied arrays must stay one array; different views of the same memory must not become one
             view = (*_memory(rows[i]), shard.dtype, shard.kind, shard.shape, shard.stride, shard.buffer_offset)
             rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
-            left.add(i)
+            left[i] = shard
     return left
 
 

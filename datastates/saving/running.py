@@ -12,6 +12,7 @@ import numpy as np
 from datastates._base.waiting import Flag
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
+from datastates.commit.replicas import ReplicaDigests
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import Executor, PreparedWrite, create
@@ -122,6 +123,7 @@ class Running:
     ending: Ending
     lazy_serialized: Flag = field(default_factory=Flag)
     cause: Exception | None = None  # the error that occurred at the gate
+    replicas: ReplicaDigests | None = None
     _job: WriteJob | None = None
     _is_open: bool = False
 
@@ -136,9 +138,11 @@ class Running:
             self.ending.open()
             self._is_open = True
         path = self.ending.path if self._is_open else None
-        self._job = job = self.executor.submit_write(
-            path, plan, self.collected.columns, self.collected.structure.witness
-        )
+        structure, places = self.collected.structure, self.collected.places
+        replicas = None
+        if structure.replicas is not None and places.replicas is not None:
+            replicas = structure.replicas.ranges, places.replicas
+        self._job = job = self.executor.submit_write(path, plan, places.columns, structure.witness, replicas)
         self.course.attach(self.gate, job.stats, partial(recorded, job))
 
     def open(self) -> None:
@@ -238,6 +242,10 @@ class Running:
                 if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
         changed.update(self.witness.lost())
+        if (replicas := self.collected.structure.replicas) is not None:
+            digests, unmapped = self.job.replica_digests()
+            changed.update(self.collected.structure.key(int(replicas.row[i])) for i in unmapped)
+            self.replicas = replicas.digests(digests)
         if changed:
             raise TornSnapshotError(sorted(changed))
         self.collected.release()  # a reference would keep JAX's next computation from taking over a donated array
@@ -258,6 +266,7 @@ class Running:
             nbytes=frame.plan.end + len(tail.data),
             index_crc32=tail.index_crc32,
             claims=tail.claims,
+            replicas=self.replicas,
         )
 
     def _let_go(self) -> None:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from datastates._base import gc_pause
 from datastates._base.columns import I64, U8, U64
 from datastates.executor.executor import Columns
+from datastates.saving.replicas import ReplicaPlan
 from datastates.state.shards import Buffer, Shard, Shards, full_key
+
+
+class Places(NamedTuple):
+    """Present addresses of a structure's memory.
+
+    Attributes:
+        columns: The buffers in the form that the executor takes.
+        replicas: The address of each range of :attr:`Structure.replicas`; None without replicas.
+    """
+
+    columns: Columns
+    replicas: U64 | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +51,7 @@ class Structure:
         addresses: For each of ``counted``, the address of its first element.
         donatable: Numbers of the array shards in device memory that a computation of JAX may take over before the
             capture.
+        replicas: The arrays whose copies on other ranks are compared; None if there are none.
         in_part: The full key of a JAX array or DTensor that lacks elements here; None if there is no such array, or if
             there are several ranks.
     """
@@ -57,6 +71,7 @@ class Structure:
     counted: I64
     addresses: I64
     donatable: list[int]
+    replicas: ReplicaPlan | None
     in_part: str | None
 
     def key(self, i: int) -> str:
@@ -73,14 +88,18 @@ class Structure:
         """Whether providers with these names and layouts have this structure. Addresses may differ."""
         return names == self.names and None not in layouts and all(map(operator.is_, layouts, self.layouts))
 
-    def columns_now(self, described: Sequence[Sequence[Shard]]) -> Columns | None:
-        """The buffers at their present addresses; None if now other arrays share memory with each other.
+    def places(self) -> Places:
+        """The memory as it was when the structure was made."""
+        return Places(self.columns, None if self.replicas is None else self.replicas.addresses(self.begins))
+
+    def places_now(self, described: Sequence[Sequence[Shard]]) -> Places | None:
+        """The memory at its present addresses; None if now other arrays share memory with each other.
 
         Args:
             described: The shards of each provider, with the layouts of this structure.
         """
         if all(not isinstance(shards, Shards) or shards.addresses is None for shards in described):
-            return self.columns
+            return self.places()
         begins, first = self.begins.copy(), 0
         for shards in described:
             assert isinstance(shards, Shards)
@@ -95,7 +114,8 @@ class Structure:
         rows, buffers = self.placed
         pointers = then.copy()
         pointers[buffers] = begins[rows]
-        return pointers, devices, streams
+        now = pointers, devices, streams
+        return Places(now, None if self.replicas is None else self.replicas.addresses(begins))
 
     @gc_pause.paused()
     def plan_key(self) -> tuple[Any, ...]:

@@ -90,12 +90,12 @@ class Meshes:
 
     The ranks of a mesh run the same program, which allows two assumptions:
 
-    - All ranks of the meshes hold each plain array of a state with DTensors. Nothing keeps the copies equal, so the
-      array of the lowest rank is saved.
+    - All ranks of the meshes hold each plain array of a state with DTensors. The array of the lowest rank is saved.
     - If the mesh of a DTensor is one slice of a wider mesh, the other slices hold the same tensor. An example are
       parameters without tensor parallelism among parameters with it.
 
-    Each rank derives the answer without communication, and all ranks get the same one.
+    Each rank derives the answer without communication, and all ranks get the same one. That the copies are equal is
+    not assumed: the ranks' digests of them are compared before the commit.
     """
 
     def __init__(self, values: Sequence[object]) -> None:

@@ -129,6 +129,8 @@ class Shard:
             Empty if no other rank holds it; :data:`EVERY_RANK` if all ranks that save together hold it.
         owner: The rank of ``replicas`` that writes the part. None: the lowest rank writes a shard that is not lazy,
             because ranks may have changed it differently; the ranks share out lazy shards among them.
+        compared: Whether a snapshot fails if the ranks of ``replicas`` hold different bytes. False: what the writing
+            rank holds is right for all.
         lazy: True if the shard stays unchanged until ``Snapshot.captured``. False if it may change at any time, for
             example in the forward pass; ``snapshot()`` then copies it before it returns.
         buffer: The memory that holds the array; None for an object.
@@ -146,6 +148,7 @@ class Shard:
     flat: tuple[int, int] | None = None
     replicas: tuple[int, ...] = ()
     owner: int | None = None
+    compared: bool = True
     lazy: bool = False
     buffer: Buffer | None = None
     buffer_offset: int = 0

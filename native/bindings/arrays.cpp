@@ -13,4 +13,9 @@ pybind11::array_t<std::uint32_t> to_array(std::span<const std::uint32_t> values)
                                             values.data());
 }
 
+pybind11::array_t<std::uint64_t> to_array(std::span<const std::uint64_t> values) {
+    return pybind11::array_t<std::uint64_t>(static_cast<pybind11::ssize_t>(values.size()),
+                                            values.data());
+}
+
 }  // namespace datastates::python

@@ -52,5 +52,6 @@ class BytesView : Unmovable {
 
 /// A new array of the values.
 pybind11::array_t<std::uint32_t> to_array(std::span<const std::uint32_t> values);
+pybind11::array_t<std::uint64_t> to_array(std::span<const std::uint64_t> values);
 
 }  // namespace datastates::python

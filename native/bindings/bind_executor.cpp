@@ -172,6 +172,13 @@ void bind_jobs(py::module_& module) {
             },
             "streams"_a, "timeout"_a = py::none())
         .def("torn", &WriteJob::torn)
+        .def("replica_digests",
+             [](const WriteJob& job) {
+                 if (!job.wait_captured(Clock::now())) {
+                     throw Error::invalid("the replicas are not digested yet");
+                 }
+                 return py::make_tuple(to_array(job.replicas().digests()), job.replicas().lost());
+             })
         .def("checksums",
              [](const WriteJob& job) {
                  if (!job.checksummed()) throw Error::invalid("checksums are not known yet");
@@ -258,13 +265,21 @@ void bind_executor(py::module_& module) {
             "submit_write",
             [](Executor& executor, const std::optional<std::string>& path,
                std::shared_ptr<WritePlan> plan, const py::array& ptr, const py::array& device,
-               const py::array& stream, const py::array& witness) {
+               const py::array& stream, const py::array& witness,
+               std::shared_ptr<ReplicaRanges> replicas,
+               const std::optional<py::array>& replica_ptr) {
                 Buffers sources = make_buffers(ptr, device, stream);
                 sources.witness = copy_elements<std::uint8_t>(witness, "witness");
+                Replicas compared{.ranges = std::move(replicas), .addresses = {}};
+                if (replica_ptr) {
+                    compared.addresses = copy_elements<std::uint64_t>(*replica_ptr, "replica_ptr");
+                }
                 const py::gil_scoped_release release;
-                return executor.submit_write(path, std::move(plan), std::move(sources));
+                return executor.submit_write(path, std::move(plan), std::move(sources),
+                                             std::move(compared));
             },
-            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a)
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a,
+            "replicas"_a = py::none(), "replica_ptr"_a = py::none())
         .def(
             "submit_read",
             [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,

@@ -7,6 +7,7 @@
 #include "arrays.hpp"
 #include "bind.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/write/replica_digests.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -58,6 +59,23 @@ void bind_plans(py::module_& module) {
              "patch_source"_a, "eager"_a, "digests"_a, "runs_source"_a, "runs_offset"_a,
              "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a, "runs_digest"_a)
         .def_property_readonly("eager_extents", &WritePlan::eager_extents);
+    py::class_<ReplicaRanges, std::shared_ptr<ReplicaRanges>>(module, "ReplicaRanges")
+        .def(py::init([](const py::array& device, const py::array& stream, const py::array& nbytes,
+                         const py::array& position, const py::array& digest, const py::array& eager,
+                         std::size_t digests) {
+                 ReplicaRanges ranges{
+                     .device = copy_elements<std::int32_t>(device, "device"),
+                     .stream = copy_elements<std::uint64_t>(stream, "stream"),
+                     .nbytes = copy_elements<std::uint64_t>(nbytes, "nbytes"),
+                     .position = copy_elements<std::uint64_t>(position, "position"),
+                     .digest = copy_elements<std::uint32_t>(digest, "digest"),
+                     .eager = copy_elements<std::uint8_t>(eager, "eager"),
+                     .digests = digests};
+                 ranges.validate();
+                 return std::make_shared<ReplicaRanges>(std::move(ranges));
+             }),
+             py::kw_only(), "device"_a, "stream"_a, "nbytes"_a, "position"_a, "digest"_a, "eager"_a,
+             "digests"_a);
     py::class_<ReadPlan, std::shared_ptr<ReadPlan>>(module, "ReadPlan")
         .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
                          const py::array& extent_length, const py::array& extent_shared,

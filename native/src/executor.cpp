@@ -39,6 +39,16 @@ void require_fits(std::uint64_t extent, std::uint64_t room) {
                          " bytes, more than the " + std::to_string(room) + " that a block holds");
 }
 
+/// Runs a call in a worker or, without memory for a task, here.
+template <typename Call>
+void submit_or_here(WorkerPool& workers, const Call& call) {
+    try {
+        workers.submit(WorkerPool::Task(call));
+    } catch (const std::bad_alloc&) {
+        call(0);
+    }
+}
+
 /// Leaks an object on purpose, in a forked child. Its destructor would join threads that the child
 /// does not have, take locks that they held, or unmap memory that the child has not.
 template <typename T>
@@ -163,20 +173,26 @@ void Executor::admit() {
 
 std::unique_ptr<WriteJob> Executor::submit_write(const std::optional<std::string>& path,
                                                  std::shared_ptr<const WritePlan> plan,
-                                                 Buffers sources) {
+                                                 Buffers sources, Replicas replicas) {
     const auto start = Clock::now();
     sources.validate(sizes(*plan, plan->sources(), &WritePlan::source_nbytes), true);
     require_fits(plan->max_extent_length(), cache_.block_bytes());
-    const auto state =
-        std::make_shared<WriteState>(std::move(plan), std::move(sources), evacuator_.enabled());
+    const auto state = std::make_shared<WriteState>(std::move(plan), std::move(sources),
+                                                    std::move(replicas), evacuator_.enabled());
     auto job = std::make_unique<WriteJob>(shared_from_this(), state);
+    const auto read_replicas = [this, state](unsigned) {
+        state->read_replicas();
+        look_again(*state);
+    };
+    const std::size_t readers = std::min<std::size_t>(state->replicas().tasks(), workers_.size());
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
         remember(writes_, state);
-        state->begin();
+        state->begin(readers);
     }
     if (path) job->create(*path);
+    for (std::size_t i = 0; i < readers; ++i) submit_or_here(workers_, read_replicas);
     try {
         capturer_.start(state);
     } catch (...) {
@@ -195,11 +211,7 @@ void Executor::create(const std::shared_ptr<WriteState>& state, const std::strin
         state->create(path, direct_, workers_.size() >= kStoringWorkers, worker);
         look_again(*state);
     };
-    try {
-        workers_.submit(WorkerPool::Task(create));
-    } catch (const std::bad_alloc&) {
-        create(0);
-    }
+    submit_or_here(workers_, create);
 }
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,

@@ -32,12 +32,12 @@ class _Knowledge:
 class ReplicatedProvider(StateProvider):
     """Another provider's state that is the same on several ranks, as under data parallelism.
 
-    One rank writes each array. The arrays are not compared: every rank gets back the array of the rank that wrote it.
-    Lazy arrays are shared out among the ranks. All other arrays, such as buffers that each rank's data has changed, are
-    written by the lowest rank. Each rank saves its own objects.
+    One rank writes each array, and every rank gets it back. The ranks compare digests of what they hold: if two differ,
+    the snapshot fails and names key and ranks. Lazy arrays are shared out among the ranks. All other arrays are written
+    by the lowest rank. Each rank saves its own objects.
     """
 
-    def __init__(self, provider: StateProvider, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, provider: StateProvider, ranks: Sequence[int] | None = None, *, compare: bool = True) -> None:
         """Wrap a provider and take its name.
 
         Args:
@@ -45,6 +45,10 @@ class ReplicatedProvider(StateProvider):
             ranks: Global numbers of the ranks that hold the same arrays, this rank among them. None: all ranks of
                 torch.distributed at each snapshot; without torch.distributed, all processes of JAX; without either,
                 all ranks that save together.
+            compare: False: the arrays may differ, and those of the lowest rank are right for all, as in a
+                DistributedDataParallel that lets each rank keep statistics of its own data. It also holds for arrays of
+                which the wrapped provider says by itself that several ranks hold them, as for plain tensors beside
+                DTensors. Parts of DTensors stay parts.
 
         Raises:
             TypeError: ``provider`` is no :class:`~datastates.protocol.StateProvider`.
@@ -60,6 +64,7 @@ class ReplicatedProvider(StateProvider):
         self._provider = provider
         self.takes_parts = provider.takes_parts
         self._ranks = None if ranks is None else tuple(sorted(ranks))
+        self._compare = compare
         self._marked: _Marked | None = None
 
     def knowledge(self) -> object:
@@ -84,7 +89,7 @@ class ReplicatedProvider(StateProvider):
 
     def _said(self) -> object:
         """The arguments that the marks depend on. They also depend on the shards and the present ranks."""
-        return self._ranks
+        return self._ranks, self._compare
 
     def shards(self) -> Sequence[Shard]:
         """The provider's shards, its arrays marked; raises ProviderError if this rank is not among the ranks."""
@@ -115,8 +120,19 @@ class ReplicatedProvider(StateProvider):
         del key
         return True
 
+    def _is_compared(self, key: str) -> bool:
+        del key
+        return self._compare
+
     def _mark(self, shard: Shard, ranks: tuple[int, ...]) -> Shard:
-        if not self._is_replicated(shard.key) or shard.replicas == ranks:
+        if not self._is_replicated(shard.key):
+            return shard
+        if not self._is_compared(shard.key):
+            is_part = not shard.replicas and shard.shape != shard.global_shape
+            own = () if is_part else shard.replicas or ranks
+            lowest = 0 if own == EVERY_RANK else min(own, default=None)
+            return replace(shard, replicas=own, owner=lowest, compared=False)
+        if shard.replicas == ranks:
             return shard
         if shard.replicas:
             raise ProviderError(

@@ -1,4 +1,4 @@
-"""Buffers that differ between the ranks are saved as rank 0 has them, as ``torch.save`` on rank 0 saves them."""
+"""Buffers that differ between the ranks are refused, or saved as rank 0 has them where that is right for all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,19 @@ def train(model):
         model(torch.randn(16, 8, generator=random)).square().mean().backward()
         optimizer.step()
 
-def check(name, provider, stock):
+def refused(name, provider, *keys):
+    # as torch.save of rank 0 alone would lose what other ranks hold
+    try:
+        ds.snapshot([provider], f"{folder}/refused-{name}", step=1).wait_committed()
+    except ds.errors.CommitError as error:
+        text = str(error)
+    assert "differs between ranks 0 and 1" in text and "only rank 0" in text, text
+    assert any(f"'model/{key}'" in text for key in keys), text
+    assert "per_rank = True" in text and "compare=False" in text, text
+    dist.barrier()
+    assert not os.path.exists(f"{folder}/refused-{name}"), name
+
+def check(name, provider, stock, shared=True):
     path = f"{folder}/{name}"
     if rank == 0:
         torch.save(stock, f"{folder}/stock.pt")
@@ -46,7 +58,8 @@ def check(name, provider, stock):
     everybody = range(dist.get_world_size())
     owners = {r for r in everybody if sum(map(torch.numel, map(torch.as_tensor, torch.load(
         f"{path}/rank-{r:05}.pt")["model"].values())))}
-    assert owners == set(everybody), name  # the parameters are still shared out
+    # parameters that must be equal are shared out
+    assert owners == (set(everybody) if shared else {0}), name
     ds.restore([provider], path)
     dist.barrier()
 
@@ -64,10 +77,15 @@ for broadcasts in (True, False):
     means = [torch.zeros(8) for _ in range(2)]
     dist.all_gather(means, model.module[1].running_mean)
     assert not torch.equal(*means)
-    check(f"ddp{broadcasts}", from_stateful("model", model), model.module.state_dict())
+    statistics = [f"{i}.running_{what}" for i in (1, 3, 5, 7) for what in ("mean", "var")]
+    if broadcasts:
+        check(f"ddp{broadcasts}", from_stateful("model", model), model.module.state_dict())
+    else:
+        refused(f"ddp{broadcasts}", from_stateful("model", model), *statistics)
     train(model)
     alone = from_stateful("model", model.module)
-    check(f"replicated{broadcasts}", ReplicatedProvider(alone), model.module.state_dict())
+    refused(f"replicated{broadcasts}", ReplicatedProvider(alone), *statistics)
+    check(f"lowest{broadcasts}", ReplicatedProvider(alone, compare=False), model.module.state_dict(), shared=False)
 
 model = net()
 model.register_parameter("apart", nn.Parameter(torch.full((5,), float(rank))))  # nothing keeps it the same
@@ -75,7 +93,9 @@ model.register_parameter("own", nn.Parameter(torch.full((7,), float(rank))))
 fully_shard(model, ignored_params={model.apart, model.own})
 train(model)
 options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-check("fsdp", from_stateful("model", model), get_model_state_dict(model, options=options))
+refused("fsdp", from_stateful("model", model), "apart", "own", *statistics)
+lowest = ReplicatedProvider(from_stateful("model", model), compare=False)
+check("fsdp", lowest, get_model_state_dict(model, options=options))
 end()
 """
 )
@@ -103,19 +123,25 @@ for name, make in (
     ("synced", lambda: fully_shard(nn.SyncBatchNorm.convert_sync_batchnorm(net()))),
 ):
     model = make()
+    check(f"{name}-equal", from_stateful("model", model), get_model_state_dict(model, options=options))
     differ(model)
-    check(name, from_stateful("model", model), get_model_state_dict(model, options=options))
+    keys = [key for key, _ in model.named_buffers()]
+    refused(name, from_stateful("model", model), *keys)
+    lowest = ReplicatedProvider(from_stateful("model", model), compare=False)
+    check(name, lowest, get_model_state_dict(model, options=options), shared=name != "replicate")
 
 composable = replicate(net())
 train(composable)
-check("composable", ReplicatedProvider(from_stateful("model", composable)), composable.state_dict())
+lowest = ReplicatedProvider(from_stateful("model", composable), compare=False)
+check("composable", lowest, composable.state_dict(), shared=False)
 
 # two stages, each of which two ranks hold
 groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
 stage = DDP(net(), process_group=groups[rank % 2])
 train(stage)
 sharded = fully_shard(net(), mesh=hybrid["replicate"])  # ranks 0 and 2, or 1 and 3
-differ(sharded)
+for buffer in sharded.buffers():
+    buffer.add_(rank % 2)
 path = f"{folder}/stages"
 states = {f"stage{rank % 2}": stage, f"sharded{rank % 2}": sharded}
 ds.snapshot([from_stateful(name, model) for name, model in states.items()], path, step=1).wait_committed()
@@ -131,7 +157,7 @@ end()
 
 
 @pytest.mark.long
-def test_buffers_are_those_of_rank_0(ranks: Any, tmp_path: Path) -> None:
+def test_different_buffers_are_refused_or_those_of_rank_0(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=120)
 
 

@@ -49,7 +49,8 @@ class WriteJob : Unmovable {
     /// Waits until the file exists. Throws the job's error if the job fails before that, as every
     /// wait_* does.
     bool wait_made(Deadline deadline = {}) const { return state_->wait_made(deadline); }
-    /// Waits until all sources are copied: their memory is no longer read.
+    /// Waits until all sources are copied and all replicas digested: their memory is no longer
+    /// read.
     bool wait_captured(Deadline deadline = {}) const { return state_->wait_captured(deadline); }
     /// Waits until all checksums and digests are known. That is before the last extent is written.
     bool wait_checksummed(Deadline deadline = {}) const {
@@ -69,6 +70,9 @@ class WriteJob : Unmovable {
     /// Sources whose fingerprint changed between submit and capture, or whose memory could not be
     /// read. Valid once captured.
     std::vector<int> torn() const { return state_->torn(); }
+    /// The digests of replicas, and which of them are over memory that could not be read. Valid
+    /// after wait_captured.
+    const ReplicaDigests& replicas() const { return state_->replicas(); }
     /// CRC-32 of each source, and of each chunk of all sources in order. Valid once checksummed.
     std::vector<std::uint32_t> source_crcs() const { return state_->checksums().of_sources(); }
     std::span<const std::uint32_t> chunk_crcs() const { return state_->checksums().of_chunks(); }
@@ -162,11 +166,13 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
 
     /// Captures the plan's eager sources and returns. It may wait for cache blocks. The sources'
     /// memory must stay alive until captured or aborted, and lazy sources must stay unchanged as
-    /// long. With a path, the job's file is created meanwhile, as WriteJob::create does; without
-    /// one, nothing is written before the caller calls that, and more eager extents than the cache
-    /// has blocks would wait for ever. If this throws, it leaves no file.
+    /// long. The same holds for `replicas`, which are digested and not written. With a path, the
+    /// job's file is created meanwhile, as WriteJob::create does; without one, nothing is written
+    /// before the caller calls that, and more eager extents than the cache has blocks would wait
+    /// for ever. If this throws, it leaves no file.
     std::unique_ptr<WriteJob> submit_write(const std::optional<std::string>& path,
-                                           std::shared_ptr<const WritePlan> plan, Buffers sources);
+                                           std::shared_ptr<const WritePlan> plan, Buffers sources,
+                                           Replicas replicas = {});
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
     /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
     /// equal offset and length instead of reading them again, and drops the others. What the peers

@@ -101,6 +101,9 @@ void Capturer::start(const std::shared_ptr<WriteState>& job) {
         // After the devices, so that memory for a device is page-locked before its first use.
         cache_.reserve(job->plan().extents().size() * cache_.block_bytes());
         take_fingerprints(*job);
+        job->replicas().begin(job->devices(), [&](int device, std::shared_ptr<Event> event) {
+            job->add_capture_event(device, std::move(event), false);
+        });
         if (auto pending = stage_eager(job)) rest.push_back(std::move(*pending));
     } catch (...) {
         job->fail(Error::current());
@@ -131,6 +134,9 @@ void Capturer::prepare_devices(WriteState& job) {
         if (device < 0 || device == last || job.plan().source_nbytes(i) == 0) continue;
         job.devices().add(device, engines_.at(device));
         last = device;
+    }
+    for (const int device : job.replicas().devices()) {
+        job.devices().add(device, engines_.at(device));
     }
 }
 

@@ -1,13 +1,24 @@
 #include "datastates/write/write_state.hpp"
 
-namespace datastates {
+#include <chrono>
+#include <thread>
 
-WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache)
+namespace datastates {
+namespace {
+
+// How often to poll for a kernel's end.
+constexpr std::chrono::microseconds kPoll{100};
+
+}  // namespace
+
+WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, Replicas replicas,
+                       bool device_cache)
     : plan_(std::move(plan)),
       buffers_(std::move(buffers)),
       claims_(evacuable_extents(*plan_, buffers_, device_cache)),
       witness_(*plan_, buffers_),
       checksums_(*plan_),
+      replicas_(std::move(replicas)),
       file_(plan_->file_length()) {
     stats_.bytes = plan_->file_length();
     stats_.extents = plan_->extents().size();
@@ -31,9 +42,21 @@ bool WriteState::has_memory(const WritePlan::Piece& piece, std::uint64_t& known)
     return false;
 }
 
-void WriteState::begin() {
+void WriteState::begin(std::size_t readers) {
     const std::scoped_lock lock(mutex_);
     capturing_ = true;
+    reading_ = readers;
+}
+
+void WriteState::read_replicas() {
+    try {
+        replicas_.read(stopped_);
+    } catch (...) {
+        fail(Error::current());
+    }
+    const std::scoped_lock lock(mutex_);
+    --reading_;
+    settle_locked();
 }
 
 void WriteState::begin_to_create() {
@@ -124,7 +147,7 @@ void WriteState::fail(const Error& error) {
 
 void WriteState::settle_locked() {
     if (!error_) {
-        if (!captured_ && landed_ == plan_->source_extents()) {
+        if (!captured_ && landed_ == plan_->source_extents() && replicas_.host_done()) {
             torn_ = witness_.torn();
             captured_ = true;
             stats_.capture_seconds = seconds_since(start_);
@@ -148,12 +171,22 @@ bool WriteState::wait(const bool& reached, Deadline deadline) const {
     return true;
 }
 
+bool WriteState::wait_captured(Deadline deadline) const {
+    if (!wait(captured_, deadline)) return false;
+    // Of devices whose arrays this job does not copy, kernels alone read the memory.
+    while (!replicas_.passed()) {
+        if (deadline && Clock::now() >= *deadline) return false;
+        std::this_thread::sleep_for(kPoll);
+    }
+    return true;
+}
+
 bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
                       Deadline deadline) const {
     std::unique_lock lock(mutex_);
     const auto enqueued = [&] {
-        return (!capturing_ && copying_ == 0) ||
-               source_extents_enqueued_ == plan_->source_extents();
+        return reading_ == 0 && ((!capturing_ && copying_ == 0) ||
+                                 source_extents_enqueued_ == plan_->source_extents());
     };
     if (!wait_until(changed_, lock, deadline, enqueued)) return false;
     const CaptureEvents events = capture_events_;

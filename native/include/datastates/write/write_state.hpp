@@ -20,6 +20,7 @@
 #include "datastates/write/capture_events.hpp"
 #include "datastates/write/extent_claims.hpp"
 #include "datastates/write/new_file.hpp"
+#include "datastates/write/replica_digests.hpp"
 #include "datastates/write/source_checksums.hpp"
 #include "datastates/write/witness.hpp"
 
@@ -42,7 +43,8 @@ struct WriteStats {
 class WriteState {
   public:
     /// `device_cache`: gates may copy extents to spare device memory.
-    WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache);
+    WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, Replicas replicas,
+               bool device_cache);
 
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
@@ -51,6 +53,7 @@ class WriteState {
     ExtentClaims& claims() { return claims_; }
     Witness& witness() { return witness_; }
     SourceChecksums& checksums() { return checksums_; }
+    ReplicaDigests& replicas() { return replicas_; }
     Timeline& timeline() { return timeline_; }
     /// REQUIRES: created().
     NewFile& file() { return file_; }
@@ -61,8 +64,11 @@ class WriteState {
     bool has_memory(const WritePlan::Piece& piece, std::uint64_t& known);
 
     // Progress. Thread-safe.
-    /// Marks the job as begun: it is not quiescent until the capture has ended.
-    void begin();
+    /// Marks the job as begun: it is not quiescent until the capture and `readers` calls of
+    /// read_replicas() have ended.
+    void begin(std::size_t readers);
+    /// In a worker: reads the host memory of replicas, with the other workers that do so.
+    void read_replicas();
     /// Call once before create(): the job is not quiescent until that has ended, either.
     void begin_to_create();
     /// Creates the file, which must not exist, and allocates its space. A failure fails the job. A
@@ -100,7 +106,7 @@ class WriteState {
     bool checksummed() const { return is(checksummed_); }
     bool written() const { return is(written_); }
     bool wait_made(Deadline deadline) const { return wait(made_, deadline); }
-    bool wait_captured(Deadline deadline) const { return wait(captured_, deadline); }
+    bool wait_captured(Deadline deadline) const;
     bool wait_checksummed(Deadline deadline) const { return wait(checksummed_, deadline); }
     bool wait_written(Deadline deadline) const { return wait(written_, deadline); }
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
@@ -108,6 +114,7 @@ class WriteState {
     void wait_quiescent() const;
     bool quiescent() const;
     std::vector<int> torn() const;
+    const ReplicaDigests& replicas() const { return replicas_; }
     void finish(std::span<const std::byte> tail);
     /// Closes the file of a job that was not finished. REQUIRES: quiescent.
     void abandon();
@@ -117,7 +124,9 @@ class WriteState {
     bool is(const bool& reached) const;
     bool wait(const bool& reached, Deadline deadline) const;
     void count(std::size_t& extents);
-    bool quiescent_locked() const { return !creating_ && !capturing_ && retired_ == enqueued_; }
+    bool quiescent_locked() const {
+        return !creating_ && !capturing_ && reading_ == 0 && retired_ == enqueued_;
+    }
     void settle_locked();
 
     const std::shared_ptr<const WritePlan> plan_;
@@ -127,6 +136,7 @@ class WriteState {
     ExtentClaims claims_;
     Witness witness_;
     SourceChecksums checksums_;
+    ReplicaDigests replicas_;
     NewFile file_;  // only create() uses it while creating_
     Timeline timeline_;
     std::atomic<bool> created_ = false;
@@ -138,6 +148,7 @@ class WriteState {
     std::size_t enqueued_ = 0;
     std::size_t source_extents_enqueued_ = 0;  // or evacuated; host bytes copied
     std::size_t copying_ = 0;                  // extents whose host bytes are not yet copied
+    std::size_t reading_ = 0;                  // workers that read replicas
     std::size_t landed_ = 0;
     std::size_t extents_checksummed_ = 0;
     std::size_t retired_ = 0;
