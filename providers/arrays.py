@@ -129,7 +129,7 @@ class _Module(Protocol):
 class DTensorProvider(ArraysProvider):
     """DTensors by name. Each rank describes the part that it holds, and which other ranks hold the same part.
 
-    Other arrays may be among the DTensors. They are taken to be the same on all ranks of the DTensors' meshes. By
+    Other arrays may be among the DTensors. They must be the same on all ranks of the DTensors' meshes, which is compared. By
     default a torch tensor is lazy if torch alone can write its memory.
     """
 

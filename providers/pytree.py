@@ -102,7 +102,7 @@ class PytreeProvider(TreeProvider):
     def shards(self) -> Sequence[Shard]:
         """Describe each box of an array as a shard, and all other values as one object.
 
-        In a program of several processes, arrays that are not JAX's are taken to be the same in all of them.
+        In a program of several processes, arrays that are not JAX's must be the same in all of them, which is compared.
         """
         tree = self.tree
         if self._known is not None and (again := self._known.again(tree)) is not None:

@@ -162,7 +162,7 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
     Args:
         keys: Keys of the arrays within the provider.
         values: The arrays. A DTensor is described as this rank's part of it. Other arrays in a list with DTensors are
-            assumed to be the same on all ranks of the DTensors' meshes. A sharded array of JAX gives a shard for each
+            described as the same on all ranks of the DTensors' meshes. A sharded array of JAX gives a shard for each
             box of it that this process holds.
         lazy: For each array, whether it stays unchanged until the snapshot is captured.
 

@@ -50,7 +50,7 @@ def processes() -> tuple[int, ...]:
 def held(array: Any) -> list[tuple[HeldPart, Any]]:
     """The boxes of an array that this process holds, each once, in ascending order of where they begin.
 
-    In a program of several processes, an array on the devices of this one alone is taken to be the same in all.
+    In a program of several processes, an array on the devices of this one alone must be the same in all.
 
     Returns:
         For each box, which part of the array it is, and the box as an array on one device.

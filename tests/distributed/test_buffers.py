@@ -46,7 +46,7 @@ def refused(name, provider, *keys):
     dist.barrier()
     assert not os.path.exists(f"{folder}/refused-{name}"), name
 
-def check(name, provider, stock, shared=True):
+def check(name, provider, stock, writers=None):
     path = f"{folder}/{name}"
     if rank == 0:
         torch.save(stock, f"{folder}/stock.pt")
@@ -59,7 +59,7 @@ def check(name, provider, stock, shared=True):
     owners = {r for r in everybody if sum(map(torch.numel, map(torch.as_tensor, torch.load(
         f"{path}/rank-{r:05}.pt")["model"].values())))}
     # parameters that must be equal are shared out
-    assert owners == (set(everybody) if shared else {0}), name
+    assert owners == (writers or set(everybody)), name
     ds.restore([provider], path)
     dist.barrier()
 
@@ -85,7 +85,7 @@ for broadcasts in (True, False):
     train(model)
     alone = from_stateful("model", model.module)
     refused(f"replicated{broadcasts}", ReplicatedProvider(alone), *statistics)
-    check(f"lowest{broadcasts}", ReplicatedProvider(alone, compare=False), model.module.state_dict(), shared=False)
+    check(f"lowest{broadcasts}", ReplicatedProvider(alone, compare=False), model.module.state_dict(), {0})
 
 model = net()
 model.register_parameter("apart", nn.Parameter(torch.full((5,), float(rank))))  # nothing keeps it the same
@@ -128,12 +128,13 @@ for name, make in (
     keys = [key for key, _ in model.named_buffers()]
     refused(name, from_stateful("model", model), *keys)
     lowest = ReplicatedProvider(from_stateful("model", model), compare=False)
-    check(name, lowest, get_model_state_dict(model, options=options), shared=name != "replicate")
+    writers = {"hybrid": {0, 1}, "replicate": {0}, "synced": {0, 1, 2, 3}}[name]
+    check(name, lowest, get_model_state_dict(model, options=options), writers)
 
 composable = replicate(net())
 train(composable)
 lowest = ReplicatedProvider(from_stateful("model", composable), compare=False)
-check("composable", lowest, composable.state_dict(), shared=False)
+check("composable", lowest, composable.state_dict(), {0})
 
 # two stages, each of which two ranks hold
 groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]

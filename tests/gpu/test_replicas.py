@@ -92,8 +92,7 @@ def test_a_change_of_one_element_is_noticed(tmp_path: Path, element: int) -> Non
         torch.cuda.synchronize()
         try:
             snapshot.wait_committed()
-        except TornSnapshotError as error:
-            assert "'s/w'" in str(error)
+        except TornSnapshotError:
             return
         saved = ds.load(tmp_path / "run")["s"]["w"]
     # the copies were faster than the change, or they saw it and were refused: nothing between
