@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
+from datastates.adapters.dcp.save.one_rank import warn_of_plain_tensors
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large, nothing
 from datastates.adapters.tried import warn_of_untried
 from datastates.commit.ending import FileEnding, identity_alone
@@ -111,6 +112,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         self._staged: Staged | None = None
         self._saver: threading.Thread | None = None
         self._finishes = True
+        self._has_warned = False
         self._writing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -249,6 +251,9 @@ class DataStatesStorageWriter(FileSystemWriter):
         try:
             with staged.capturing() if given else contextlib.nullcontext():
                 staged.check()
+                if self._finishes and not self._has_warned:
+                    self._has_warned = True
+                    warn_of_plain_tensors(getattr(planner, "state_dict", None))
                 if self.transforms.extensions:
                     written = self._write_by_torch(plan, planner)
                     course.reach("captured")
