@@ -104,7 +104,7 @@ class Checkpointer:
             self._opening = self._tier.opening(meet(world, self._name, self._root, self._prepare))
             undo.pop_all()
         self._snapshots = 0
-        self._restores = itertools.count()
+        self._restores, self._checks = itertools.count(), itertools.count()
         self._engine = Engine(
             executor,
             world,
@@ -206,6 +206,21 @@ class Checkpointer:
         self._costs.note(course_of(taken))
         self._last.settle()
         return taken
+
+    def check(self, providers: Sequence[StateProvider]) -> None:
+        """Find out whether a snapshot of these providers could be committed. All ranks call it together.
+
+        It describes the state and serializes its objects as :meth:`snapshot` does, and compares the ranks' parts and
+        digests. It writes nothing. Call it after the first training step: optimizers then have their states.
+
+        Raises:
+            CommitError: The ranks' parts do not make one state, an array differs that one rank writes for several, or
+                another rank has failed. Same text on all ranks.
+            ProviderError: A provider describes its state wrongly, or an object does not pickle.
+            RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
+        """
+        self._raise_if_closed()
+        self._engine.check(providers, f"{self._name}/check/{next(self._checks)}")
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot after ``step``, as the setting ``every`` says. Call it once after each step.

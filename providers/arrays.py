@@ -129,8 +129,8 @@ class _Module(Protocol):
 class DTensorProvider(ArraysProvider):
     """DTensors by name. Each rank describes the part that it holds, and which other ranks hold the same part.
 
-    Other arrays may be among the DTensors. They must be the same on all ranks of the DTensors' meshes, which is compared. By
-    default a torch tensor is lazy if torch alone can write its memory.
+    Other arrays may be among the DTensors. They must be the same on all ranks of the DTensors' meshes: they are
+    compared. By default a torch tensor is lazy if torch alone can write its memory.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Any] | _Module, *, lazy: bool | None = None) -> None:

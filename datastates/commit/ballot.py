@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest, room
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
-from datastates.commit.replicas import ReplicaDigests, describe_difference, find_difference
+from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.commit.tier import Opening, Tier, Uncommitted
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
+from datastates.container.table import ShardTable
 from datastates.errors import (
     CommitError,
     FencedError,
@@ -280,31 +281,18 @@ def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.Cat
     except (CommitError, catalog.ConflictError):
         _refuse_conflict(votes, pending)
         raise
-    _refuse_difference(votes, pending, claims)
+    replicas = [vote.replicas for vote in votes.values()]
+    refuse_difference(list(votes), claims, replicas, lambda rank: _table_of(votes[rank], pending))
     store_of(paths[0]).create(pending.file(catalog.FILE), encoded)
     return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
 
 
-def _refuse_difference(votes: dict[int, Vote], pending: Uncommitted, claims: Sequence[Claims]) -> None:
-    """Raise CommitError if ranks hold different arrays under one key, of which only one was written."""
-    found = find_difference(claims, [vote.replicas for vote in votes.values()])
-    if found is None:
-        return
-    numbers, (at, _), (row, _) = list(votes), found.ranks, found.rows
-    table = open_container(pending.path(votes[numbers[at]].file)).index.shards
-    writers = ((c.key == claims[at].key[row]) & (c.begin == found.begin) & (c.end > c.begin) for c in claims)
-    raise CommitError(
-        describe_difference(
-            next(table.rows([row])).key,
-            (numbers[found.ranks[0]], numbers[found.ranks[1]]),
-            next(n for n, holds in zip(numbers, writers, strict=True) if holds.any()),
-            found,
-        )
-    )
-
-
 def _refuse_conflict(votes: dict[int, Vote], pending: Uncommitted) -> None:
     """Raise CommitError that names tensors held twice or not at all. Slow: opens all containers."""
-    tables = {rank: open_container(pending.path(v.file)).index.shards for rank, v in votes.items()}
+    tables = {rank: _table_of(vote, pending) for rank, vote in votes.items()}
     if (text := describe_conflicts(tables)) is not None:
         raise CommitError(text)
+
+
+def _table_of(vote: Vote, pending: Uncommitted) -> ShardTable:
+    return open_container(pending.path(vote.file)).index.shards

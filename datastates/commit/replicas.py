@@ -5,13 +5,15 @@ Each rank sends them with its vote; the coordinator compares them before it comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from datastates._base.columns import U32, U64
 from datastates.commit.claims import Claims
+from datastates.container.table import ShardTable
+from datastates.errors import CommitError
 
 _COLUMNS = {"row": "<u4", "begin": "<u8", "layout": "<u4", "digest": "<u8"}
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -98,15 +100,30 @@ def find_difference(claims: Sequence[Claims], replicas: Sequence[ReplicaDigests 
     )
 
 
-def describe_difference(key: str, ranks: tuple[int, int], writer: int, difference: Difference) -> str:
-    """The text of an error about replicas that differ.
+def refuse_difference(
+    numbers: Sequence[int],
+    claims: Sequence[Claims],
+    replicas: Sequence[ReplicaDigests | None],
+    table_of: Callable[[int], ShardTable],
+) -> None:
+    """Raise CommitError if ranks hold different arrays under one key, of which one is written.
 
     Args:
-        key: The full key of the array.
-        ranks: The numbers of the two ranks.
-        writer: The rank that has written the array.
-        difference: The difference.
+        numbers: The numbers of the ranks, ascending.
+        claims: The claims of each rank, in the same order.
+        replicas: The digests of each rank, in the same order; None where a rank holds no replica.
+        table_of: Returns the shard table of a rank, by its number. Called only if there is a difference.
     """
+    if (found := find_difference(claims, replicas)) is None:
+        return
+    (a, b), (row, _) = found.ranks, found.rows
+    parts = ((c.key == claims[a].key[row]) & (c.begin == found.begin) & (c.end > c.begin) for c in claims)
+    writer = next(number for number, held in zip(numbers, parts, strict=True) if held.any())
+    key = next(table_of(numbers[a]).rows([row])).key
+    raise CommitError(_describe(key, (numbers[a], numbers[b]), writer, found))
+
+
+def _describe(key: str, ranks: tuple[int, int], writer: int, difference: Difference) -> str:
     a, b = ranks
     more = f", and so do {difference.more} more arrays" if difference.more else ""
     if difference.layout:

@@ -12,19 +12,22 @@ from functools import partial
 from datastates._base import log
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
+from datastates.commit.dry_run import refuse_what_cannot_commit
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
-from datastates.errors import DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
+from datastates.errors import CommitError, DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
+from datastates.ranks.together import settle
 from datastates.ranks.world import SoloWorld, World, refuse_outdated
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.course import Course
+from datastates.saving.dry_run import describe
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
@@ -78,6 +81,7 @@ class Engine:
         self._closer: Workers | None = None
         # each change is one operation, which needs no lock: an interrupt could leave a lock taken
         self._in_flight: list[Course] = []
+        self._has_committed = False
 
     def _after_fork(self) -> None:
         for course in self._in_flight:
@@ -87,6 +91,26 @@ class Engine:
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
         """Collect the providers' shards. This is cheap if their layouts are the same as for the last snapshot."""
         return self._saver.collect(providers)
+
+    def check(self, providers: Sequence[StateProvider], name: str) -> None:
+        """Find out with all ranks, which call this together, whether they could commit a state. Nothing is written.
+
+        Args:
+            providers: The state.
+            name: A name that all ranks give to this check and to no other.
+
+        Raises:
+            CommitError: The ranks' parts do not make one state, or replicas differ, or another rank has failed.
+        """
+        refuse_outdated(self.world)
+        error: Exception | None = None
+        told = b""
+        try:
+            collected = collect(providers, rank=self.world.rank, ranks=self.world.size)
+            told = describe(self.executor, collected, self.world.size).encode()
+        except Exception as failure:  # the other ranks must not wait for this one
+            error = failure
+        settle(self.world, name, error, told, refuse_what_cannot_commit)
 
     def take(
         self,
@@ -242,6 +266,10 @@ class Engine:
     def _log_and_tell(self, snapshot: Snapshot) -> None:
         if snapshot.committed and log.shows_info():
             log.info("%s", snapshot.report)
+        elif isinstance(error := course_of(snapshot).error, CommitError) and not self._has_committed:
+            # later ones will probably fail in the same way, and nobody may ask for a long time
+            log.error("snapshot %d failed, and none was committed before: %s", snapshot.step, error)
+        self._has_committed |= snapshot.committed
         self._telling.tell()
 
     def _forget(self, course: Course) -> None:
