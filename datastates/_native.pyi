@@ -98,6 +98,35 @@ def look(
         not offer DLPack's C exchange API or is of no class in ``plain``.
     """
 
+def split(
+    form: tuple[Any, ...], value: object, is_plain: Callable[[object], bool]
+) -> tuple[list[Any], list[Any]] | None:
+    """Split a nested value by the form of an earlier one, into arrays and plain values, each in the form's order.
+
+    Args:
+        form: A tuple for each container: its type (dict, OrderedDict, list or tuple); a dict's keys as a list, or the
+            length of a list or tuple; its items: None if all are arrays, True if all are plain values, else a list with
+            None, True or a form for each; the attributes of an OrderedDict as a dict.
+        value: The value. Whatever is in an array's place counts as an array.
+        is_plain: Called with values in the places of plain ones that are of no builtin class.
+
+    Returns:
+        None if the value has another form, if it has a dict or list twice, or if ``is_plain`` denies a value.
+    """
+
+def module_tensors(module: object, base: type) -> tuple[list[Any], list[object]] | None:
+    """The tensors that ``state_dict(keep_vars=True)`` of a torch module returns, and all else that its result tells.
+
+    Two modules whose second lists are equal have equal keys and metadata.
+
+    Args:
+        module: The module.
+        base: ``torch.nn.Module``.
+
+    Returns:
+        None if a module or a class in it has a say in its state, by a hook or a method, or is unusual otherwise.
+    """
+
 def layout(
     arrays: list[Any], is_negated: Callable[[Any], bool]
 ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:

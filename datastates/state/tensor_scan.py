@@ -78,6 +78,20 @@ def look(values: Sequence[object], *, known: bytes = b"", memory: bool = False) 
     return Look(places, np.frombuffer(addresses, np.int64), counts, kept, specs)
 
 
+split = _native.split
+"""Splits a nested value by the form of an earlier one, in some ten nanoseconds for each item."""
+
+
+def module_tensors(module: object) -> tuple[list[Any], list[object]] | None:
+    """What ``state_dict(keep_vars=True)`` of a torch module returns, in some ten nanoseconds for each tensor.
+
+    Returns:
+        The tensors in order, and a list of the classes, versions and names that keys and metadata follow from. None if
+        the module cannot be read so: a hook or a method of one of its classes has a say in the state.
+    """
+    return _native.module_tensors(module, loaded("torch").nn.Module)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Memory layouts of many tensors, in columns as in a container's index.

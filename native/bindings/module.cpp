@@ -15,6 +15,7 @@
 #include "datastates/memory/cuda.hpp"
 #include "plain_pickle.hpp"
 #include "tensor_scan.hpp"
+#include "walks.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -76,6 +77,8 @@ void bind_errors() {
 void bind_functions(py::module_& module) {
     module.def("look", &look, "arrays"_a, "known"_a, "memory_of"_a, "is_negated"_a, "plain"_a);
     module.def("layout", &layout, "arrays"_a, "is_negated"_a);
+    module.def("split", &split, "form"_a, "value"_a, "is_plain"_a);
+    module.def("module_tensors", &module_tensors, "module"_a, "base"_a);
     module.def(
         "read_plain_pickle",
         [](const py::bytes& opcodes, const py::list& keys, const py::tuple& kinds,

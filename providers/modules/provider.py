@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
-from datastates.state import arrays, dtensors, laziness, storages
+from datastates.state import arrays, dtensors, laziness, storages, tensor_scan
 from datastates.state.arrays import Destinations
+from datastates.state.depth import deeper
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
@@ -35,10 +37,37 @@ class ModuleProvider(TreeProvider):
         self._changing: tuple[()] | tuple[frozenset[int] | None] = ()
         self._beside: list[int] = []  # ids of the providers of the last snapshot
         self._stepped: frozenset[int] = frozenset()
+        self._shape: list[object] | None = None  # of the module, if its state follows from that
 
     def value(self) -> object:
         """The module's state now."""
         return container_of(self.name, self._module.state_dict())
+
+    def knowledge(self) -> object:
+        """The form of the state, and the classes and names in the module that it follows from."""
+        inner = super().knowledge()
+        return None if inner is None else (inner, self._shape)
+
+    def learn(self, knowledge: object) -> None:
+        """Take the findings of an earlier provider."""
+        assert isinstance(knowledge, tuple)
+        inner, self._shape = knowledge
+        super().learn(inner)
+
+    @deeper()
+    def shards(self) -> Sequence[Shard]:
+        """As the base class says. The state of a module that is built as before is read without ``state_dict()``."""
+        tensors, shape = tensor_scan.module_tensors(self._module) or ([], None)
+        if shape is not None and shape == self._shape and self._form is not None:
+            self._changing = ()
+            if (again := self._filled(self._form, tensors, [])) is not None:
+                return again
+        state, detached = self._current()
+        shards = self._described(state, detached)
+        self._shape = None
+        if self._form is not None and detached and isinstance(state, dict):
+            self._shape = shape if _are_same(tensors, [*state.values()]) else None
+        return shards
 
     def _current(self) -> tuple[object, bool]:
         state = _variables(self._module)
@@ -138,6 +167,11 @@ class ModuleProvider(TreeProvider):
             missing=[component(name) for name in missing if code.takes(name)],
             unexpected=[component(name) for name in unexpected if code.takes(name)],
         )
+
+
+def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def _get(state: Any, name: object) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datastates.state import arrays
+from datastates.state import arrays, tensor_scan
 from datastates.state.depth import DEEPEST
 from datastates.state.keys import join
 from datastates.state.nested import items
@@ -25,7 +25,7 @@ class _Container:
         kind: The type of the container.
         keys: The keys of a dict; the length of a list or tuple.
         children: For each item :data:`_ARRAY`, :data:`_PLAIN` or a container.
-        all: The child, if all children are the same object, such as :data:`_ARRAY` or :data:`_PLAIN`; else None.
+        all: The child, if all children are :data:`_ARRAY`, or all are :data:`_PLAIN`; else None.
         attributes: The attributes of an OrderedDict, which must be dicts and plain values.
     """
 
@@ -34,10 +34,6 @@ class _Container:
     children: list[Any]
     all: object
     attributes: dict[str, Any]
-
-
-class _OtherStructureError(Exception):
-    """The value does not have the skeleton's structure."""
 
 
 class Skeleton:
@@ -50,6 +46,7 @@ class Skeleton:
     def __init__(self, root: _Container, keys: list[str], plain: Callable[[object], bool]) -> None:
         """Keep the parts. Use :meth:`of` to make a skeleton."""
         self._root = root
+        self._form = _form(root)
         self.keys = keys
         self._plain = plain
 
@@ -87,7 +84,8 @@ class Skeleton:
             attributes = attributes_of(item)
             if not _is_all_plain(attributes, plain):
                 return None
-            uniform = children[0] if children and all(c is children[0] for c in children) else None
+            kinds = set(children)
+            uniform = kinds.pop() if len(kinds) == 1 and kinds <= {_ARRAY, _PLAIN} else None
             shape = list(item) if is_mapping else len(item)
             return _Container(type(item), shape, children, uniform, copy.deepcopy(attributes))
 
@@ -99,41 +97,18 @@ class Skeleton:
 
         Any value at the place of an array is returned among the arrays: the caller checks it.
         """
-        found: tuple[list[Any], list[Any]] = ([], [])
-        seen: list[int] = []
-        try:
-            self._strip(self._root, value, found, seen)
-        except _OtherStructureError:
-            return None
-        if len(set(seen)) != len(seen) or not all(map(self._plain, found[1])):
-            return None
-        return found
-
-    def _strip(self, bones: _Container, value: Any, found: tuple[list[Any], list[Any]], seen: list[int]) -> None:
-        if type(value) is not bones.kind:
-            raise _OtherStructureError
-        inside: Any = value.values() if isinstance(value, dict) else value
-        keys = list(value) if isinstance(value, dict) else len(inside)
-        if keys != bones.keys or (bones.kind is OrderedDict and vars(value) != bones.attributes):
-            raise _OtherStructureError
-        if bones.kind is not tuple:
-            seen.append(id(value))
-        if bones.all is _ARRAY:
-            found[0].extend(inside)
-        elif bones.all is _PLAIN:
-            found[1].extend(inside)
-        else:
-            for child, item in zip(bones.children, inside, strict=True):
-                if child is _ARRAY:
-                    found[0].append(item)
-                elif child is _PLAIN:
-                    found[1].append(item)
-                else:
-                    self._strip(child, item, found, seen)
+        return tensor_scan.split(self._form, value, self._plain)
 
     def clothe(self, leaves: Sequence[object], plain: Sequence[object]) -> object:
         """Reverse :meth:`strip`: put leaves, which stand for arrays, and plain values into new containers."""
         return _clothe(self._root, iter(leaves), iter(plain))
+
+
+def _form(bones: _Container) -> tuple[Any, ...]:
+    """A container in the form that :func:`~datastates.state.tensor_scan.split` takes."""
+    marks: dict[object, bool | None] = {_ARRAY: None, _PLAIN: True}
+    inside = [_form(child) if isinstance(child, _Container) else marks[child] for child in bones.children]
+    return bones.kind, bones.keys, inside if bones.all is None else marks[bones.all], bones.attributes
 
 
 def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]) -> object:

@@ -157,9 +157,11 @@ class TreeProvider(StateProvider):
         """Describe the value by the last snapshot's shards, if it has the same structure and memory; else None."""
         form = self._form
         stripped = None if form is None or form.detached != detached else form.skeleton.strip(value)
-        if form is None or stripped is None:
-            return None
-        keys, (values, plain) = form.skeleton.keys, stripped
+        return None if form is None or stripped is None else self._filled(form, *stripped)
+
+    def _filled(self, form: _Form, values: Sequence[Any], plain: Sequence[object]) -> Sequence[Shard] | None:
+        """Describe the values of a state of a known form; None if their memory has changed."""
+        keys, detached = form.skeleton.keys, form.detached
         shards = self._describer.again(keys, values, partial(self._lazy_again, keys, values))
         if shards is None:
             return None
