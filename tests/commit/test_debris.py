@@ -223,10 +223,16 @@ def test_whether_a_process_is_gone() -> None:
     assert process.is_gone(f"{kernel}/{own.partition(':')[0]}:1"), "its number was given to another process"
     for unknown in ("", "?", f"x{kernel}/1:2", f"{kernel}/one:2"):
         assert not process.is_gone(unknown)
+    read, write = os.pipe()
     child = os.fork()
     if not child:
+        os.close(write)
+        os.read(read, 1)
         os._exit(0)
     zombie = f"{kernel}/{child}:{process._start(child)}"
+    assert not process.is_gone(zombie)
+    os.close(read)
+    os.close(write)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert process.is_gone(zombie)
     os.waitpid(child, 0)
