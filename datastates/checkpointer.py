@@ -172,13 +172,8 @@ class Checkpointer:
         before: list[Course] = []
         sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
         name, opening = f"{self._name}/snapshot/{number}", self._opening
-        run = self._run
-        ballot = Ballot(
-            *(self._engine.world, name, self._tier, sequence),
-            opening=opening,
-            begin=run.begin,
-            make_room=run.make_room,
-        )
+        world, run = self._engine.world, self._run
+        ballot = Ballot(world, name, self._tier, sequence, opening=opening, begin=run.begin, make_room=run.make_room)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
@@ -275,9 +270,8 @@ class Checkpointer:
     def restore(self, providers: Sequence[StateProvider], **request: Unpack[RestoreOptions]) -> Restored | None:
         """Restore the newest committed checkpoint, or the newest of ``step``, in place. All ranks call it together.
 
-        The call first waits until no snapshot of this process is in flight in the directory, also of another
-        checkpointer, so that it finds all of them. Errors of failed snapshots are not raised here, but by the next
-        :meth:`snapshot` or by :meth:`close`.
+        The call first waits until this process has no snapshot in flight in the directory, so that it finds all of
+        them. Errors of failed snapshots are not raised here, but by the next :meth:`snapshot` or by :meth:`close`.
 
         The number of ranks and the parts that each rank holds may have changed since the save. Each rank reads the
         parts that it holds now. Keys, shapes and dtypes are compared on all ranks before any state is changed. Damaged
@@ -364,9 +358,8 @@ class Checkpointer:
 
     def _wait_here(self) -> None:
         """Wait until no checkpointer of this process has a snapshot in flight in the directory, however it is named."""
-        for one in list(_open):
-            if one._root == self._root or one._place == self._place:
-                one.wait()
+        for one in [c for c in list(_open) if c._root == self._root or c._place == self._place]:
+            one.wait()
 
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
