@@ -62,7 +62,7 @@ class ShardedFolders:
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
                 writer.lazy = lambda name, tensor: is_large(name, tensor) and is_guarded(name, tensor)
-                session = session_of(writer, Location(path))
+                session = session_of(writer)
                 planner = options.get("planner") or DefaultSavePlanner()
                 snapshots.append(session.save(state_dict, Location(path), planner, owned=owned))
                 return None

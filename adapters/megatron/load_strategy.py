@@ -85,7 +85,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
         # the other ranks must not go on without one that fails
         planned, error = _tried(lambda: self._plan(sharded_state_dict, directory))
-        world = world_of(None, None, directory, self.settings.rank_timeout)
+        world = world_of(None, None, Location("megatron-load"), self.settings.rank_timeout)
         try:
             neighbours = agree(world, error, None if planned is None else planned[0])
             assert planned is not None

@@ -110,7 +110,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
         with refusing(self._writer):
             directory = Location.given(checkpoint_dir)
-        session = session_of(self._writer, directory)
+        session = session_of(self._writer)
         turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)
         stage = partial(Staged, lazy=self._lazy, step=int(found[1]) if found else 0, grace=float("inf"))

@@ -83,7 +83,7 @@ def async_save(
         if storage_writer is not None and storage_writer.transforms.extensions:
             raise ValueError("extensions: this writes none; dcp.save and dcp.async_save do, with the same writer")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
-    session = session_of(writer, directory)
+    session = session_of(writer)
     try:
         return session.save(state_dict, directory, planner or DefaultSavePlanner(), step)
     finally:
@@ -91,10 +91,10 @@ def async_save(
             session.close_later()
 
 
-def session_of(writer: DataStatesStorageWriter, directory: Location) -> Session:
+def session_of(writer: DataStatesStorageWriter) -> Session:
     """The session that a writer keeps from one save to the next; the first call makes it."""
     if writer.session is None:
-        writer.session = Session(writer, directory)
+        writer.session = Session(writer)
     assert isinstance(writer.session, Session)
     return writer.session
 
@@ -113,11 +113,12 @@ def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
 class Session:
     """The state that a writer keeps for saves without collectives: threads, plans, the order of saves."""
 
-    def __init__(self, writer: DataStatesStorageWriter, directory: Location) -> None:
-        """Meet the other ranks in torch's Store; ``directory`` only names the meeting."""
+    def __init__(self, writer: DataStatesStorageWriter) -> None:
+        """Meet the other ranks in torch's Store."""
         self._writer = writer
         executor = make_executor(writer.settings)
-        self._world = world_of(None, None, directory, writer.settings.rank_timeout)
+        # one name for all: the store keeps what it has heard of each
+        self._world = world_of(None, None, Location("dcp-save"), writer.settings.rank_timeout)
         self._process = os.getpid()
         self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
         self._saver = Saver(executor, items.FRAMING)

@@ -197,3 +197,32 @@ def test_a_structure_may_change_from_save_to_save(tmp_path: Path) -> None:
             Save(way, writer, state, path).wait()
             same(loaded(path, state), state)
     writer.close()
+
+
+def test_torchs_store_does_not_grow_with_each_folder(train: Any, tmp_path: Path) -> None:
+    train(
+        2,
+        """
+from in_ranks import wait_for
+
+root = Path(sys.argv[1])
+store = dist.distributed_c10d._get_default_store()
+
+def is_closed():
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("datastates")]
+
+def keys():
+    dist.barrier()  # before and after: the other rank must not save meanwhile
+    counted = store.num_keys()
+    dist.barrier()
+    return counted
+
+counts = []
+for number in range(4):
+    ours.async_save({"w": torch.full((4,), float(number))}, root / f"folder-{number}").wait_committed()
+    wait_for(is_closed, "the session to close")
+    counts.append(keys())
+assert len(set(counts)) == 1, counts
+""",
+        tmp_path / "saved",
+    )
