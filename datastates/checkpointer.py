@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,10 @@ from datastates.ranks.world import refuse_outdated
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
+from datastates.saving import same_place
 from datastates.saving.call_back import call_back
 from datastates.saving.costs import Costs
-from datastates.saving.course import Course
+from datastates.saving.course import Course, wait_ended
 from datastates.saving.due import Due
 from datastates.saving.engine import Engine
 from datastates.saving.last_snapshot import LastSnapshot
@@ -49,11 +49,6 @@ from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 from datastates.storage import store_of
 from datastates.storage.location import Location, PathLike
-
-
-def _wait_until_ended(courses: Sequence[Course]) -> None:
-    for course in courses:
-        course.wait_ended()
 
 
 class Checkpointer:
@@ -95,13 +90,12 @@ class Checkpointer:
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             _calls.refuse_checkpoint(self._root)
             store_of(self._root).make_folder(self._root)
-            self._place = (found := store_of(self._root).look(self._root)) and found.place
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self._root)
             undo.callback(world.close)
-            self._opening = self._tier.opening(meet(world, self._name, self._root, self._prepare))
+            self._opening = self._tier.opening(meet(world, self._name, self._root, lambda: self._tier.open().encode()))
             undo.pop_all()
         self._snapshots = 0
         self._restores, self._checks = itertools.count(), itertools.count()
@@ -123,16 +117,12 @@ class Checkpointer:
         needed = self._costs.seconds_until_durable
         self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
-        _open.add(self)
+        same_place.add(self._engine, self._root)
 
     @property
     def failures(self) -> int:
         """Number of failed snapshots, as counted at the last :meth:`snapshot` or :meth:`close`."""
         return self._taken.failures
-
-    def _prepare(self) -> bytes:
-        """On rank 0, before any rank writes: open the directory. Returns the opening for all ranks."""
-        return self._tier.open().encode()
 
     # --- saving
 
@@ -170,10 +160,12 @@ class Checkpointer:
         self._raise_if_closed()
         number = self._snapshots
         before: list[Course] = []
-        sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
+        sequence = partial(self._order.sequence, number, partial(wait_ended, before))
         name, opening = f"{self._name}/snapshot/{number}", self._opening
-        world, run = self._engine.world, self._run
-        ballot = Ballot(world, name, self._tier, sequence, opening=opening, begin=run.begin, make_room=run.make_room)
+        run = self._run
+        ballot = Ballot(
+            self._engine.world, name, self._tier, sequence, opening=opening, begin=run.begin, make_room=run.make_room
+        )
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
@@ -315,7 +307,8 @@ class Checkpointer:
             partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,
             request,
-            wait=self._wait_here,  # so that the checkpoint it finds does not depend on the speed of the storage
+            # so that the checkpoint it finds does not depend on the speed of the storage
+            wait=partial(same_place.wait, self._engine),
             prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
         )
         if restored is not None:
@@ -356,11 +349,6 @@ class Checkpointer:
         """Wait until no snapshot is in flight. Errors are not raised here, but by :meth:`snapshot` or :meth:`close`."""
         self._engine.wait()
 
-    def _wait_here(self) -> None:
-        """Wait until no checkpointer of this process has a snapshot in flight in the directory, however it is named."""
-        for one in [c for c in list(_open) if c._root == self._root or c._place == self._place]:
-            one.wait()
-
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
 
@@ -380,7 +368,6 @@ class Checkpointer:
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()
-        _open.discard(self)
         self._opening.close()
         if self._termination is not None:
             self._termination.end()
@@ -409,8 +396,4 @@ class Checkpointer:
 
     def _wait_for_these(self) -> None:
         """Wait for the snapshots that are in flight now, and for a last one after SIGTERM, but not for later ones."""
-        self._last.hold(lambda: _wait_until_ended(self._engine.pending()))
-
-
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-"""The checkpointers of this process that are not closed."""
+        self._last.hold(lambda: wait_ended(self._engine.pending()))

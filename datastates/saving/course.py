@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 from datastates._base import log, workers
@@ -224,3 +224,9 @@ class Course:
         """Keep the last figures and spans, and drop the functions, which hold the training state."""
         self.attach(lambda: None, lambda: figures, lambda: native)
         self._work = native.coarse((time.monotonic() - self.begin) / FINEST)
+
+
+def wait_ended(courses: Iterable[Course]) -> None:
+    """Wait until each of some snapshots is committed or has failed."""
+    for course in courses:
+        course.wait_ended()
