@@ -1,14 +1,13 @@
 """Lazy, asynchronous checkpoints of large-model training state, through composable state providers."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 if find_spec("datastates._native") is None:
     raise ImportError(
-        f"{Path(__file__).parent} has the sources of datastates without its compiled module. Python finds them before "
+        f"{__path__[0]} has the sources of datastates without its compiled module. Python finds them before "
         "an installed package, as it looks in the current folder and in that of a script first: run it from another "
-        f"folder. To install it: pip install {Path(__file__).parents[1]}"
+        f"folder. To install it: pip install {__path__[0].rpartition('/')[0]}"
     )
 
 from datastates.api import compare, export, load, open, restore, snapshot
