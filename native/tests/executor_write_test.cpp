@@ -79,6 +79,26 @@ TEST(tails) {
     }
 }
 
+TEST(a_file_that_is_created_later) {
+    std::mt19937_64 random(20);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 4, kBlock);
+        const WriteCase written = WriteCase::make(
+            {support::random_bytes(random, 70000), support::random_bytes(random, 9)}, {0, 1},
+            kBlock, 1000, random);
+        const auto job = executor->submit_write(std::nullopt, written.plan, written.buffers());
+        CHECK(job->wait_captured());
+        CHECK(!job->made() && !job->written());
+        job->create(dir / "f");
+        check_written(*job, written, dir / "f", support::random_bytes(random, 5000));
+        CHECK_THROWS(ErrorCode::invalid, job->create(dir / "g"));
+        const auto never = executor->submit_write(std::nullopt, written.plan, written.buffers());
+        never->abort();
+        CHECK(!never->made());
+    }
+}
+
 TEST(nothing_but_a_tail) {
     std::mt19937_64 random(3);
     for (const support::Setup& setup : support::setups()) {
