@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from datastates.cli import commands
 from datastates.executor import jobs
 from datastates.executor.timeline import SNAPSHOTS, STEP, TRAINING_THREAD, Span, coarse, read_trace, write_trace
 from datastates.providers import HostTensorProvider
+from datastates.saving import running
 from datastates.saving.advice import advice
 from datastates.saving.cadence import best_interval
 
@@ -110,7 +112,11 @@ def test_only_committed_snapshots_of_a_run_count() -> None:
 
 
 def test_a_real_run_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_track", lambda stage, _: "copies from GPU 0" if stage == "capture" else stage)
+    def from_gpu(job: Any) -> jobs.Recorded:
+        found = jobs.recorded(job)
+        return replace(found, track=np.where(found.stage == jobs._CAPTURE, jobs._GPU, found.track))
+
+    monkeypatch.setattr(running, "recorded", from_gpu)
     provider = HostTensorProvider("m", {"w": np.ones(8 << 20, "u1")}, lazy=True)
     with ds.Checkpointer(tmp_path / "c", on_error="warn", host_cache="2MiB", block="1MiB") as checkpointer:
         taken = []
