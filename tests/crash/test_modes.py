@@ -78,8 +78,9 @@ left.close()  # as if its process had died
 save(65534, 2)
 assert left.directory.exists()
 os.seteuid(0)
-with ds.Checkpointer(root, **OPTIONS):
-    assert not left.directory.exists()
+with ds.Checkpointer(root, **OPTIONS) as checkpointer:
+    checkpointer.snapshot(providers(2), step=2).wait_committed()
+assert not left.directory.exists()
 """
 
 

@@ -175,6 +175,7 @@ def test_a_mount_that_was_lost_is_no_empty_folder(monkeypatch: pytest.MonkeyPatc
     place = Location(tmp_path)
     with ds.Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
         patched.setattr(os, "listdir", stale)
+        patched.setattr(os, "scandir", stale)
         for look in (checkpointer.latest, checkpointer.steps, lambda: store_of(place).names(place)):
             with pytest.raises(StorageError) as caught:
                 look()
