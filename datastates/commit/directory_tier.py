@@ -233,6 +233,8 @@ def _is_left(entry: Location, is_fenced: Callable[[Writer], bool]) -> bool:
         if lock in (_Lock.ABSENT, _Lock.HELD):
             return lock is _Lock.ABSENT
         writers = fence.writers_of(entry)
+        if any(map(fence.is_own, writers)):  # this process has given it up
+            return True
         if writers and all(is_fenced(one) or one.process == own_name() or is_gone(one.process) for one in writers):
             return True
         return lock is _Lock.FREE and store_of(entry).has_stood_still(entry)

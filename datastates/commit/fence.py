@@ -269,6 +269,11 @@ def fenced(root: Location) -> Callable[[Writer], bool]:
     return lambda writer: newest is not None and 0 < writer.number < newest.number and writer.owner != owner
 
 
+def is_own(writer: Writer) -> bool:
+    """Whether this process opened the directory for a writer. Then nobody else can commit what it writes."""
+    return writer.owner == _owner(os.getpid())
+
+
 _openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
 """The openings of this process, and of the process that it was forked off, that are not closed."""
 
