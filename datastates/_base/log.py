@@ -47,6 +47,8 @@ def error(text: str, *values: object, of: BaseException | None = None) -> None:
 
 def _write(level: int, text: str, values: tuple[object, ...], of: BaseException | None = None) -> None:
     try:
+        # a handler may keep what it is given, and an error keeps all that its traceback refers to
+        values = tuple(str(value) if isinstance(value, BaseException) else value for value in values)
         _logger.log(level, text, *values, exc_info=of, stacklevel=3)  # the line is the caller's of warning() and so on
     except BaseException as raised:
         _raise_interrupt(raised)
