@@ -346,9 +346,9 @@ def main() -> int:
         wanted = [case for case in CASES if not arguments.only or any(text in case for text in arguments.only)]
         for cases, rounds in ((wanted, arguments.rounds), ([LOOP], arguments.loops)):
             for _ in range(rounds):
-                for case in cases if time.monotonic() < end else ():
+                for case in cases:
                     for name, worker in workers.items():
-                        if sample := worker(case):
+                        if time.monotonic() < end and (sample := worker(case)):
                             samples.setdefault(case, {}).setdefault(name, []).append(sample)
         for worker in workers.values():
             worker.close()
