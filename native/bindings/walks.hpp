@@ -18,8 +18,8 @@ pybind11::object split(const pybind11::tuple& form, const pybind11::object& valu
 
 /// The tensors that `state_dict(keep_vars=True)` of a torch module returns, in its order, and a
 /// list of all else that the result depends on: torch's methods, then classes, versions and names,
-/// module by module. Two modules of equal lists have equal keys and metadata. Returns a tuple of the
-/// two lists.
+/// module by module. Two modules of equal lists have equal keys and metadata. Returns a tuple of
+/// the two lists.
 ///
 /// `base` is torch's Module. Returns None if a module or a class in it has a say in its state, by
 /// a hook or a method, or is no usual one in another way. Needs the GIL.
