@@ -70,6 +70,27 @@ TEST(kernel_equals_host_function) {
     for (int i = 0; i < 1000; ++i) {
         const std::uint64_t offset = random() % 4096;
         const std::uint64_t nbytes = random() % (i % 2 == 0 ? 1200 : 1000000);
+        ranges.push_back({.address = memory.pointer() + offset, .nbytes = nbytes});
+        expected.push_back(fingerprint::of(data.data() + offset, nbytes));
+    }
+    const DeviceFingerprints found = engine->fingerprint(ranges, memory.stream());
+    memory.synchronize();
+    for (std::size_t i = 0; i < ranges.size(); ++i) CHECK_EQ(found.at(i), expected[i]);
+}
+
+TEST(kernel_of_all_words_equals_host_function) {
+    std::mt19937_64 random(1);
+    HostCache cache(kBlock, kBlock);
+    CopyEngines engines(cache);
+    const auto engine = engines.at(0);
+    const DeviceMemory memory(1 << 20);
+    const Bytes data = support::random_bytes(random, 1 << 20);
+    memory.put(0, data);
+    std::vector<fingerprint::DeviceWords> ranges;
+    std::vector<std::uint64_t> expected;
+    for (int i = 0; i < 1000; ++i) {
+        const std::uint64_t offset = random() % 4096;
+        const std::uint64_t nbytes = random() % (i % 2 == 0 ? 1200 : 1000000);
         ranges.push_back({.address = memory.pointer() + offset,
                           .nbytes = nbytes,
                           .position = random() % 3 == 0 ? random() : 0});
@@ -79,7 +100,7 @@ TEST(kernel_equals_host_function) {
     // Cut into many pieces.
     ranges.push_back({.address = memory.pointer(), .nbytes = data.size()});
     expected.push_back(fingerprint::whole(0, data.data(), data.size()));
-    const DeviceFingerprints found = engine->fingerprint(ranges, memory.stream());
+    const DeviceDigests found = engine->digest(ranges, memory.stream());
     memory.synchronize();
     for (std::size_t i = 0; i < ranges.size(); ++i) CHECK_EQ(found.at(i), expected[i]);
 }

@@ -1,15 +1,13 @@
-"""Arrays in GPU memory: all their bytes are fingerprinted, and two ranks compare what they hold alike."""
+"""Arrays in GPU memory: two ranks compare what they hold alike, and nothing else tells a tear."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import datastates as ds
-from datastates.errors import TornSnapshotError
 from datastates.providers import from_state_dict
 
 SCRIPT = """
@@ -75,28 +73,6 @@ dist.destroy_process_group()
 
 def test_two_ranks_compare_arrays_on_a_gpu(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=200)
-
-
-@pytest.mark.parametrize("element", [1, 617, 5_000_011, 49_999_999])
-def test_a_change_of_one_element_is_noticed(tmp_path: Path, element: int) -> None:
-    value = torch.nn.Parameter(torch.zeros(50_000_000, device="cuda"), requires_grad=False)
-    # as native code changes memory that torch does not count
-    raw = torch.from_dlpack(value.detach())
-    busy = torch.randn(4096, 4096, device="cuda")
-    with ds.Checkpointer(tmp_path / "run", on_error="warn", host_cache="64MiB") as ckpt:
-        for _ in range(200):
-            busy = busy @ busy * 1e-3  # the copies wait for it
-        snapshot = ckpt.snapshot([from_state_dict("s", {"w": value})], step=1)
-        # ordered behind the fingerprint, and before the copies: a stream of its own would race
-        raw[element] = 1.0
-        torch.cuda.synchronize()
-        try:
-            snapshot.wait_committed()
-        except TornSnapshotError:
-            return
-        saved = ds.load(tmp_path / "run")["s"]["w"]
-    # the copies were faster than the change, or they saw it and were refused: nothing between
-    assert not saved.any()
 
 
 def test_unchanged_state_of_odd_alignment_is_no_tear(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ constexpr const char* kKernel = R"ptx(
 .target sm_50
 .address_size 64
 
-.visible .entry datastates_fingerprint(
+.visible .entry datastates_whole(
     .param .u64 ranges,
     .param .u64 sums,
     .param .u32 count)
@@ -332,7 +332,7 @@ std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::by
     return sum;
 }
 
-std::string kernel_ptx() {
+std::string whole_ptx() {
     std::string text = kKernel;
     for (const unsigned words : {32U, 64U, 256U}) {
         replace_all(text, "$step" + std::to_string(words), std::to_string(words * kKeyStep));

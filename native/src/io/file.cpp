@@ -57,7 +57,7 @@ int retry(fault::Point point, Syscall&& syscall) {
 }
 
 bool is(const struct statfs& status, std::uint32_t kind) {
-    return static_cast<std::uint32_t>(status.f_type) == kind;
+    return std::cmp_equal(status.f_type, kind);
 }
 
 }  // namespace

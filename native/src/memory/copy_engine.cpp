@@ -20,8 +20,9 @@ using cuda::quietly;
 
 // The smallest kernel memory. Sizes are rounded up to powers of two, so that they can be reused.
 constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
-// The pieces of a fingerprint kernel, one for each warp: their least size, and about how many there
-// are at most. More would not be read faster, as a GPU runs some thousand warps at a time.
+// The pieces of a kernel of whole fingerprints, one for each warp: their least size, and about how
+// many there are at most. More would not be read faster, as a GPU runs some thousand warps at a
+// time.
 constexpr std::uint64_t kLeastPiece = std::uint64_t{64} << 10;
 constexpr std::uint64_t kMostPieces = 16384;
 
@@ -71,9 +72,16 @@ KernelMemory::~KernelMemory() {
     engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
 }
 
-std::uint64_t DeviceFingerprints::at(std::size_t range) const {
+std::uint64_t DeviceFingerprints::at(std::size_t index) const {
+    std::uint64_t sum = 0;
+    const std::size_t sums = count_ * sizeof(fingerprint::DeviceRange);
+    std::memcpy(&sum, memory_.data() + sums + (index * sizeof sum), sizeof sum);
+    return sum;
+}
+
+std::uint64_t DeviceDigests::at(std::size_t range) const {
     const std::byte* const sums =
-        memory_.data() + (first_.back() * sizeof(fingerprint::DeviceRange));
+        memory_.data() + (first_.back() * sizeof(fingerprint::DeviceWords));
     std::uint64_t total = 0;
     for (std::size_t piece = first_[range]; piece < first_[range + 1]; ++piece) {
         std::uint64_t sum = 0;
@@ -107,7 +115,8 @@ CopyEngine::~CopyEngine() {
 }
 
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
-    : fingerprint(context, fingerprint::kernel_ptx().c_str(), "datastates_fingerprint"),
+    : fingerprint(context, fingerprint::kSamplesPtx, "datastates_fingerprint"),
+      digest(context, fingerprint::whole_ptx().c_str(), "datastates_whole"),
       gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
 
 bool CopyEngine::has(int attribute) const {
@@ -272,6 +281,27 @@ DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRa
         const std::scoped_lock lock(mutex_);
         kernel = &kernels().fingerprint;
     }
+    KernelMemory memory =
+        borrow(ranges.size() * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+    std::uint64_t told = memory.device_address();
+    std::uint64_t answered = told + ranges.size_bytes();
+    auto count = static_cast<unsigned>(ranges.size());
+    std::array<void*, 3> parameters = {&told, &answered, &count};
+    const unsigned blocks =
+        (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock;
+    launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
+    return {std::move(memory), ranges.size()};
+}
+
+DeviceDigests CopyEngine::digest(std::span<const fingerprint::DeviceWords> ranges,
+                                 cuda::StreamHandle stream) {
+    const CurrentContext current(context());
+    const cuda::Kernel* kernel = nullptr;
+    {
+        const std::scoped_lock lock(mutex_);
+        kernel = &kernels().digest;
+    }
     std::uint64_t all = 0;
     for (const auto& range : ranges) all += range.nbytes;
     // Pieces of some hundred kilobytes keep all warps busy; few pieces are quickly told.
@@ -286,11 +316,11 @@ DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRa
     }
     first.push_back(pieces);
     KernelMemory memory =
-        borrow(pieces * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+        borrow(pieces * (sizeof(fingerprint::DeviceWords) + sizeof(std::uint64_t)));
     std::byte* to = memory.data();
     for (const auto& [address, nbytes, position] : ranges) {
         for (std::uint64_t at = 0; at < nbytes; at += piece_bytes) {
-            const fingerprint::DeviceRange piece{.address = address + at,
+            const fingerprint::DeviceWords piece{.address = address + at,
                                                  .nbytes = std::min(piece_bytes, nbytes - at),
                                                  .position = position + (at / fingerprint::kWord)};
             std::memcpy(to, &piece, sizeof piece);
@@ -298,7 +328,7 @@ DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRa
         }
     }
     std::uint64_t told = memory.device_address();
-    std::uint64_t answered = told + (pieces * sizeof(fingerprint::DeviceRange));
+    std::uint64_t answered = told + (pieces * sizeof(fingerprint::DeviceWords));
     auto count = static_cast<unsigned>(pieces);
     std::array<void*, 3> parameters = {&told, &answered, &count};
     const unsigned blocks = std::max(

@@ -76,7 +76,7 @@ std::vector<int> ReplicaDigests::devices() const {
 void ReplicaDigests::begin(const JobDevices& devices,
                            const std::function<void(int, std::shared_ptr<Event>)>& launched) {
     struct Group {
-        std::vector<fingerprint::DeviceRange> memory{};
+        std::vector<fingerprint::DeviceWords> memory{};
         std::vector<std::size_t> ranges{};
     };
     std::map<std::pair<int, std::uint64_t>, Group> groups;
@@ -92,7 +92,7 @@ void ReplicaDigests::begin(const JobDevices& devices,
         CopyEngine& engine = devices.engine(place.first);
         auto* stream = reinterpret_cast<cuda::StreamHandle>(place.second);
         engine.require_not_capturing(stream);
-        launched_.push_back({.fingerprints = engine.fingerprint(group.memory, stream),
+        launched_.push_back({.fingerprints = engine.digest(group.memory, stream),
                              .ranges = std::move(group.ranges)});
         launched(place.first, launched_.back().fingerprints.done());
     }

@@ -6,6 +6,13 @@
 #include "datastates/checksum/fingerprint.hpp"
 
 namespace datastates {
+namespace {
+
+// How many pieces ahead of the current one to prefetch for fingerprints.
+constexpr std::size_t kFetchAhead = 2;
+
+}  // namespace
+
 Witness::Witness(const WritePlan& plan, const Buffers& buffers)
     : plan_(plan),
       buffers_(buffers),
@@ -19,20 +26,24 @@ void Witness::add(const WritePlan::Piece& piece, const std::byte* data) {
     const std::uint64_t first = plan_.first_word(source);
     const std::uint64_t before =
         std::min(first - std::min(first, piece.source_offset), piece.length);
-    if (buffers_.on_device(piece.source)) {
-        after_[source] +=
-            fingerprint::whole((piece.source_offset + before - first) / fingerprint::kWord,
-                               data + before, piece.length - before);
-        return;
-    }
     after_[source] += fingerprint::of_piece(plan_.source_nbytes(source) - first,
                                             piece.source_offset + before - first, data + before,
                                             piece.length - before);
 }
 
 void Witness::add_devices(const WritePlan::Extent& extent, const std::byte* memory) {
-    for (const WritePlan::Piece& piece : plan_.pieces(extent)) {
-        if (buffers_.on_device(piece.source)) add(piece, memory + piece.extent_offset);
+    const auto pieces = plan_.pieces(extent);
+    const auto whole = [&](const WritePlan::Piece& piece) {
+        return piece.length == plan_.source_nbytes(static_cast<std::size_t>(piece.source));
+    };
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+        if (i + kFetchAhead < pieces.size()) {
+            const WritePlan::Piece& later = pieces[i + kFetchAhead];
+            if (buffers_.on_device(later.source) && whole(later)) {
+                fingerprint::prefetch(memory + later.extent_offset, later.length);
+            }
+        }
+        if (buffers_.on_device(pieces[i].source)) add(pieces[i], memory + pieces[i].extent_offset);
     }
 }
 

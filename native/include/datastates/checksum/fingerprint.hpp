@@ -11,12 +11,12 @@
 /// added in any order.
 ///
 /// - A whole fingerprint is over all words. It reads at the speed of memory, and differs where any
-///   byte differs, but for one case in 2^64. The device kernel computes it.
+///   byte differs, but for one case in 2^64.
 /// - A sampled one is over all words if there are at most 32, else over 32 evenly spaced ones, with
 ///   the first and the last. It costs a few cache misses and notices when a whole tensor is
 ///   rewritten.
 ///
-/// All functions are thread-safe.
+/// A kernel computes each on a device. All functions are thread-safe.
 namespace datastates::fingerprint {
 
 constexpr std::uint64_t kSamples = 32;
@@ -45,17 +45,26 @@ void prefetch(const std::byte* data, std::uint64_t nbytes);
 std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::byte* piece,
                        std::uint64_t length);
 
-/// Words that lie end to end in device memory, as the kernel reads them.
+/// One range in device memory, as the kernel of sampled fingerprints reads it.
 struct DeviceRange {
+    std::uint64_t address;
+    std::uint64_t nbytes;
+};
+
+/// Words that lie end to end in device memory, as the kernel of whole fingerprints reads them.
+struct DeviceWords {
     std::uint64_t address;
     std::uint64_t nbytes;
     std::uint64_t position = 0;  // of the first word
 };
 
 /// PTX with one entry, `datastates_fingerprint(u64 ranges, u64 sums, u32 count)`. Each warp takes
-/// one DeviceRange and stores its whole fingerprint. Launch it with blocks of kKernelThreads
+/// one DeviceRange and stores its sampled fingerprint. Launch it with blocks of kKernelThreads
 /// threads.
-std::string kernel_ptx();
+extern const char* const kSamplesPtx;
+/// PTX with one entry, `datastates_whole(u64 words, u64 sums, u32 count)`. Each warp takes one
+/// DeviceWords and stores its whole fingerprint. Launch it as the other kernel.
+std::string whole_ptx();
 constexpr unsigned kKernelThreads = 128;
 constexpr unsigned kRangesPerKernelBlock = kKernelThreads / 32;
 

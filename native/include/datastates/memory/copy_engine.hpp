@@ -68,9 +68,22 @@ class KernelMemory {
 /// The results of a fingerprint kernel, which may still be running.
 class DeviceFingerprints {
   public:
+    DeviceFingerprints(KernelMemory memory, std::size_t count)
+        : memory_(std::move(memory)), count_(count) {}
+
+    /// Valid once an event recorded after the launch has passed.
+    std::uint64_t at(std::size_t index) const;
+
+  private:
+    KernelMemory memory_;
+    std::size_t count_;
+};
+
+/// Whole fingerprints of device memory. Their kernel may still be running.
+class DeviceDigests {
+  public:
     /// `first`: for each range the number of its first piece, and the number of all pieces.
-    DeviceFingerprints(KernelMemory memory, std::shared_ptr<Event> done,
-                       std::vector<std::size_t> first)
+    DeviceDigests(KernelMemory memory, std::shared_ptr<Event> done, std::vector<std::size_t> first)
         : memory_(std::move(memory)), done_(std::move(done)), first_(std::move(first)) {}
 
     /// The event behind the kernel.
@@ -141,10 +154,13 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// behind the kernel.
     std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
                                   unsigned max_blocks);
-    /// Enqueues one kernel launch that takes the whole fingerprints of all ranges. It reads at the
-    /// speed of the device's memory.
+    /// Enqueues one kernel launch that takes the sampled fingerprints of all ranges.
     DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                    cuda::StreamHandle stream);
+    /// Enqueues one kernel launch that takes the whole fingerprints of all ranges. It reads at the
+    /// speed of the device's memory.
+    DeviceDigests digest(std::span<const fingerprint::DeviceWords> ranges,
+                         cuda::StreamHandle stream);
 
   private:
     friend class KernelMemory;
@@ -156,6 +172,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     struct Kernels {
         explicit Kernels(const std::shared_ptr<cuda::PrimaryContext>& context);
         cuda::Kernel fingerprint;
+        cuda::Kernel digest;
         cuda::Kernel gather;
     };
     bool has(int attribute) const;

@@ -72,7 +72,7 @@ class ReplicaDigests {
         std::uint64_t nbytes;
     };
     struct Launched {
-        DeviceFingerprints fingerprints;
+        DeviceDigests fingerprints;
         std::vector<std::size_t> ranges;
     };
 
