@@ -133,9 +133,10 @@ class Course:
     def kept(self) -> tuple[list[Span], Recorded]:
         """What a run's trace keeps: the spans of work outside of the native core, and those of its work, coarse.
 
-        The latter are known once the snapshot has ended.
+        The snapshot has ended. The engine's thread has made the latter, or is about to.
         """
-        return self._spans, self._work
+        work = self._work
+        return self._spans, self._coarse(self._native()) if work is NOTHING else work
 
     @property
     def stall_seconds(self) -> float:
@@ -223,7 +224,10 @@ class Course:
     def detach(self, figures: dict[str, Any], native: Recorded) -> None:
         """Keep the last figures and spans, and drop the functions, which hold the training state."""
         self.attach(lambda: None, lambda: figures, lambda: native)
-        self._work = native.coarse((time.monotonic() - self.begin) / FINEST)
+        self._work = self._coarse(native)
+
+    def _coarse(self, native: Recorded) -> Recorded:
+        return native.coarse((time.monotonic() - self.begin) / FINEST)
 
 
 def wait_ended(courses: Iterable[Course]) -> None:

@@ -16,9 +16,11 @@ from hold import GATE, held
 
 import datastates as ds
 from datastates import _native
+from datastates.executor.jobs import Recorded
 from datastates.executor.timeline import Span
 from datastates.providers import HostTensorProvider, from_stateful
 from datastates.saving import gate, run_trace
+from datastates.saving.course import Course
 
 
 def spans_in(path: Path) -> list[dict[str, Any]]:
@@ -109,3 +111,16 @@ def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
         pytest.raises(FileNotFoundError, match="nowhere"),
     ):
         checkpointer.trace(tmp_path / "nowhere" / "trace.json")
+
+
+def test_work_is_kept_of_a_snapshot_that_the_engine_is_about_to_let_go(tmp_path: Path) -> None:
+    """A snapshot has ended a moment before its work is taken from the native core."""
+    write = np.array([_native.STAGES.index("write")], np.uint8)
+    work = Recorded(write, np.zeros(1, np.uint32), np.array([1.0]), np.array([2.0]), np.array([8], np.uint64))
+    course = Course(1, 8, time.monotonic())
+    course.attach(lambda: None, dict, lambda: work)
+    course.reach("committed")
+    trace = run_trace.RunTrace()
+    trace.add_snapshot(course)
+    trace.write(tmp_path / "t.json", "run", ())
+    assert rows_in(tmp_path / "t.json")["write"] == ["write"]
