@@ -23,7 +23,7 @@ _U32 = npt.NDArray[np.uint32]
 _I32 = npt.NDArray[np.int32]
 _U8 = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
 
-Spans = tuple[npt.NDArray[np.uint8], _U32, npt.NDArray[np.float64], npt.NDArray[np.float64], _U64]
+_Spans = tuple[npt.NDArray[np.uint8], _U32, npt.NDArray[np.float64], npt.NDArray[np.float64], _U64]
 STAGES: tuple[str, ...]
 """The names of the stages of write and read jobs."""
 
@@ -531,7 +531,7 @@ class WriteJob:
         ``timeline`` has no room for).
         """
 
-    def timeline(self) -> Spans:
+    def timeline(self) -> _Spans:
         """Spans of work, in columns: number of the stage in :data:`STAGES`, track, begin, end, bytes.
 
         Times are on the clock of ``time.monotonic``. Stages: submit (submit_write), create (the file), capture,
@@ -589,7 +589,7 @@ class ReadJob:
         backend, dropped_spans.
         """
 
-    def timeline(self) -> Spans:
+    def timeline(self) -> _Spans:
         """Spans of work as in ``WriteJob.timeline``, with the reads of a read-ahead that the job has taken over.
 
         Stages: read (one extent), verify, copy (from a block to its destinations).
