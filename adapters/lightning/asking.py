@@ -7,7 +7,6 @@ A plugin is never told of its trainer, and is called on the first rank only. So 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -30,18 +29,6 @@ def needed() -> str | None:
     if saves is None:
         return "something else than a ModelCheckpoint has asked for it"
     return _needed_after(saves) if _runs(asked) else "a ModelCheckpoint saves outside of fit"
-
-
-def link() -> str | None:
-    """The link to the last checkpoint that Lightning will let name the one that is being saved; None if there is none.
-
-    It is that of a ``ModelCheckpoint`` with ``save_last="link"``, once it has been made.
-    """
-    saves = next((frame for frame in _lightnings() if _is(frame, _SAVES)), None)
-    callback = None if saves is None else saves.f_locals["self"]
-    if callback is None or callback.save_last != "link" or not os.path.islink(callback.last_model_path):
-        return None
-    return str(callback.last_model_path)
 
 
 @contextlib.contextmanager

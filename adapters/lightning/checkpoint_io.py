@@ -33,7 +33,6 @@ except ImportError:
 
 _STATE = ("state_dict", "optimizer_states")
 """Beginning of the temporary name under which a checkpoint is written."""
-_LINK = ".link"
 _one_at_a_time = threading.RLock()
 """A wrapper may save on a thread of its own, while checkpoints are removed on the training thread."""
 
@@ -100,7 +99,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is saved, or
                 it has waited for this one, which has failed.
         """
-        final, needed, link = _file(path), self._needed(), asking.link()
+        final, needed = _file(path), self._needed()
         if final is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             self.files.show(os.fspath(path), "Lightning's own plugin writes to the addresses of stores")
@@ -109,7 +108,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             with _one_at_a_time, looks.unwatched():
                 self.files.begin()
                 try:
-                    self._begin(checkpoint, final, link)
+                    self._begin(checkpoint, final)
                 except StorageError as error:
                     self.files.fail(_called(final), error)
             if needed is not None:
@@ -121,7 +120,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             return "another thread than the training thread saves it"
         return asking.needed()
 
-    def _begin(self, checkpoint: dict[str, Any], final: Path, link: str | None) -> None:
+    def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         home = Location(final.parent)
         store_of(home).make_folder(home)
         if final.parent not in self._swept:
@@ -137,11 +136,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             try:
                 if failure is not None:
                     raise failure
-                moves = [(partial, Location(final))]
-                if link is not None:  # now, or a kill before Lightning renews it would let it name an older one
-                    os.symlink(os.path.relpath(final, os.path.dirname(link)), pending.path(_LINK))
-                    moves.append((pending.path(_LINK), Location.of(link)))
-                publish_files(moves, replace=True)
+                publish_files([(partial, Location(final))], replace=True)
             finally:
                 pending.abandon()
 

@@ -98,32 +98,6 @@ def test_a_link_leads_to_a_file(fit: Fit, top: int) -> None:
     assert "last.ckpt" in seen[-2]
 
 
-def test_a_kill_before_lightning_renews_the_link_leaves_it_at_the_newest(
-    training: ModuleType, io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    stock, links = ModelCheckpoint._link_checkpoint, []
-
-    def link(trainer: Any, file: str, last: str) -> None:
-        if links:
-            raise RuntimeError("killed")
-        links.append(last)
-        stock(trainer, file, last)
-
-    monkeypatch.setattr(ModelCheckpoint, "_link_checkpoint", staticmethod(link))
-    training.quiet()
-    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1, save_last="link")
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = training.pl.Trainer(max_steps=4, accelerator="cpu", plugins=[io], callbacks=[callback], **options)
-    with pytest.raises(RuntimeError, match="killed"):
-        trainer.fit(training.Module(), training.data())
-    io.files.wait()
-    assert links == [str(tmp_path / "last.ckpt")]
-    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
-
-
 def test_a_save_by_the_program_is_there(fit: Fit) -> None:
     def act(trainer: Any, root: Path, found: list[object]) -> None:
         trainer.save_checkpoint(root / f"mine-{trainer.global_step}.ckpt")
