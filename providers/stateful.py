@@ -154,7 +154,8 @@ class _ObjectProvider(TreeProvider):
         }
         like = {ref.key: array for ref, array in found.pairs}
         placed = into.keys() | found.sharded.keys()
-        new = together.fresh(saved, (key for key in kept if key not in placed), like)
+        left = [key for key in kept if key not in placed]
+        new = together.fresh(saved, left, like, of_optimizer=is_by_name(stored))
         added = list(stored_elsewhere(found, saved))
 
         def accept(value: Any) -> None:

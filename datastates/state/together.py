@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,12 @@ from datastates.state.strides import span
 
 
 def fresh(
-    saved: Saved, keys: Iterable[str], like: Mapping[str, Any] | None = None, device: Any = None
+    saved: Saved,
+    keys: Iterable[str],
+    like: Mapping[str, Any] | None = None,
+    device: Any = None,
+    *,
+    of_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Allocate an array for each of some stored arrays, to give them to a live object; their contents are undefined.
 
@@ -22,22 +28,35 @@ def fresh(
         keys: The keys of the wanted arrays.
         like: The live arrays that the new ones replace, by key; see :func:`datastates.state.memory.fresh`.
         device: The device where there is no live tensor. A device that is not CUDA's means host memory.
+        of_optimizer: Whether they are the states of an optimizer, whose numbers are :func:`counts <_without_counts>`.
     """
     like, known, keys = like or {}, saved.arrays(), dict.fromkeys(keys)
-    views = shared(saved, keys, like, device)
+    views = shared(saved, keys, like, device, of_optimizer=of_optimizer)
     return {key: views[key] if key in views else memory.fresh(known[key], like.get(key), device) for key in keys}
 
 
-def shared(saved: Saved, keys: Collection[str], like: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
+def shared(
+    saved: Saved, keys: Collection[str], like: Mapping[str, Any], device: Any = None, *, of_optimizer: bool = False
+) -> dict[str, Any]:
     """As :func:`fresh`, but only the arrays that share memory with others of the wanted ones."""
     known, made = saved.arrays(), dict[str, Any]()
     for group in saved.sharing([key for key in keys if not dtensors.is_dtensor(like.get(key))]):
         on: dict[Any, dict[str, int]] = {}
-        for key, offset in group.items():
+        for key, offset in (_without_counts(group, known) if of_optimizer else group).items():
             on.setdefault(_accelerator(like.get(key), device), {})[key] = offset
         for place, offsets in on.items():
             made.update(_views({key: known[key] for key in offsets}, offsets, place))
     return made
+
+
+def _without_counts(group: Mapping[str, int], known: Mapping[str, ArrayRef]) -> Mapping[str, int]:
+    """Leave out the numbers that are one number in the checkpoint.
+
+    An optimizer over flat vectors saves one count of steps for many parameters. Where each parameter has its own, the
+    count of one must not count for another.
+    """
+    times = Counter(group.values())
+    return {key: offset for key, offset in group.items() if times[offset] == 1 or known[key].shape}
 
 
 def _accelerator(like: Any, usual: Any) -> Any:
@@ -57,17 +76,20 @@ def _views(refs: Mapping[str, ArrayRef], offsets: Mapping[str, int], device: Any
 
 
 def in_place(saved: Saved, live: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose the live arrays that share memory with each other as the stored ones do. These can be restored in place.
+    """Choose the states of a live optimizer that share memory with each other as the stored ones do.
+
+    These can be restored in place.
 
     Args:
         saved: The stored arrays.
-        live: Live arrays, by the keys of stored ones. DTensors are always chosen.
+        live: The live states, by the keys of stored ones. DTensors are always chosen.
     """
     known = saved.arrays()
     plain = {key: array for key, array in live.items() if not dtensors.is_dtensor(array)}
     unlike: set[str] = set()
     group_of: dict[str, int] = {}
     for number, group in enumerate(saved.sharing([key for key in known if key not in live or key in plain])):
+        group = _without_counts(group, known)
         origins = {_origin(key, plain.get(key), known[key], offset) for key, offset in group.items()}
         if len(origins) > 1 or None in origins:
             unlike.update(group)

@@ -96,7 +96,9 @@ class OptimizerProvider(TreeProvider):
         states = [(ref.key, array) for ref, array in pairs if ref.key.startswith("state/")]
         into = together.in_place(saved, {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)})
         like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)
-        new = together.fresh(saved, (key for key in keys if key not in into and key not in sharded), like)
+        new = together.fresh(
+            saved, (key for key in keys if key not in into and key not in sharded), like, of_optimizer=True
+        )
         found = {key: into[key] if key in into else new[key] for key in keys if key not in sharded}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
         added_states = [(("state", number, name), array) for number, name, array in found_added if array is not None]
