@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -49,6 +50,8 @@ def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
         (root / name).mkdir()
         for file in files:
             (root / name / file).write_bytes(b"left over")
+        for one in (*(root / name).iterdir(), root / name):
+            os.utime(one, (0, 0))  # it has stood still for long
     ours = ["step-00000009", "step-00000002.partial-0123ABCD", "notes.partial-0123abcd"]
     for name in ours:
         (root / name).mkdir()
