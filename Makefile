@@ -106,7 +106,7 @@ stubs: types ## stubtest, and mypy over the benchmarks
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
 	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
-	    run.py report.py suite.py picture.py deepspeed_loop.py megatron_loop.py peers/*.py
+	    run.py report.py suite.py picture.py deepspeed_loop.py fsdp2_loop.py megatron_loop.py peers/*.py
 
 .PHONY: tidy
 tidy: .venv/installed ## clang-tidy
