@@ -93,7 +93,7 @@ class Course:
         self._failure: dict[str, BaseException] = {}  # setdefault() keeps the first error
         self._delivered = False
         self._spans: list[Span] = []
-        self._work = NOTHING
+        self._work: Recorded | None = NOTHING
         self._native: Callable[[], Recorded] = lambda: NOTHING
         self._gate: Callable[[], None] = lambda: None
         self._abandoned = False
@@ -130,13 +130,12 @@ class Course:
         """The spans of all work on the snapshot so far."""
         return [*self._spans, *self._native().spans()]
 
-    def kept(self) -> tuple[list[Span], Recorded]:
+    def kept(self) -> tuple[list[Span], Recorded] | None:
         """What a run's trace keeps: the spans of work outside of the native core, and those of its work, coarse.
 
-        The snapshot has ended. The engine's thread has made the latter, or is about to.
+        None until the engine's thread has made the latter, right after the snapshot's end.
         """
-        work = self._work
-        return self._spans, self._coarse(self._native()) if work is NOTHING else work
+        return None if self._work is None else (self._spans, self._work)
 
     @property
     def stall_seconds(self) -> float:
@@ -220,6 +219,7 @@ class Course:
     ) -> None:
         """Set the functions that wait at the snapshot's gate, and that return the native core's figures and spans."""
         self._gate, self.figures, self._native = gate, figures, native
+        self._work = None
 
     def detach(self, figures: dict[str, Any], native: Recorded) -> None:
         """Keep the last figures and spans, and drop the functions, which hold the training state."""

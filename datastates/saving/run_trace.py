@@ -50,13 +50,16 @@ class RunTrace:
     def __init__(self) -> None:
         """Begin now, without spans."""
         self._begin = time.monotonic()
+        self._ended: deque[Course] = deque()
         self._kept: deque[_Kept] = deque()
         self._count = 0
         self._forgotten = 0
 
     def add_snapshot(self, course: Course) -> None:
-        """Keep the work of a snapshot that has ended."""
-        self._add(_name(course), SNAPSHOTS, *course.kept())
+        """Keep the work of a snapshot that has ended, once the engine's thread has made it coarse."""
+        self._ended.append(course)
+        while self._ended and (kept := self._ended[0].kept()) is not None:
+            self._add(_name(self._ended.popleft()), SNAPSHOTS, *kept)
 
     def add_restore(self, step: int, spans: Sequence[Span]) -> None:
         """Keep the work of a restore of ``step``."""
@@ -82,7 +85,7 @@ class RunTrace:
         """
         known = [span for kept in self._kept for span in kept.spans()]
         forgotten = self._forgotten + max(0, len(known) - MOST)
-        in_flight = (coarse(course.spans(), _name(course), SNAPSHOTS) for course in others)
+        in_flight = (coarse(course.spans(), _name(course), SNAPSHOTS) for course in (*self._ended, *others))
         spans = [*known[-MOST:], *itertools.chain(*in_flight), *gate.steps(self._begin)]
         write_trace(path, spans, f"{name}, {forgotten} older spans left out" if forgotten else name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from hold import GATE, held
 
 import datastates as ds
 from datastates import _native
-from datastates.executor.jobs import Recorded
+from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import Span
 from datastates.providers import HostTensorProvider, from_stateful
 from datastates.saving import gate, run_trace
@@ -113,7 +114,26 @@ def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
         checkpointer.trace(tmp_path / "nowhere" / "trace.json")
 
 
-def test_work_is_kept_of_a_snapshot_that_the_engine_is_about_to_let_go(tmp_path: Path) -> None:
+def test_work_is_made_coarse_by_the_thread_that_ends_the_snapshot_alone(tmp_path: Path) -> None:
+    course, other = (Course(step, 8, time.monotonic()) for step in range(2))
+    calls: list[int] = []
+
+    def recorded() -> Recorded:
+        calls.append(threading.get_ident())
+        return NOTHING
+
+    course.attach(lambda: None, dict, recorded)
+    course.reach("committed")
+    trace = run_trace.RunTrace()
+    trace.add_snapshot(course)
+    assert (calls, len(trace._kept)) == ([], 0)
+    course.detach({}, NOTHING)
+    other.fail(OSError("before a job was made"))
+    trace.add_snapshot(other)
+    assert (calls, [kept.name for kept in trace._kept]) == ([], ["snapshot 0", "snapshot 1 failed"])
+
+
+def test_work_is_written_of_a_snapshot_that_the_engine_is_about_to_let_go(tmp_path: Path) -> None:
     """A snapshot has ended a moment before its work is taken from the native core."""
     write = np.array([_native.STAGES.index("write")], np.uint8)
     work = Recorded(write, np.zeros(1, np.uint32), np.array([1.0]), np.array([2.0]), np.array([8], np.uint64))
