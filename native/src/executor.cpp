@@ -89,7 +89,9 @@ bool WriteJob::gate(std::span<const std::pair<int, std::uint64_t>> streams,
                     Deadline deadline) const {
     executor_->evacuator_.evacuate(*state_);
     if (state_->stopped()) executor_->capturer_.attend();  // evacuation may have failed the job
-    return state_->gate(streams, deadline);
+    const bool passed = state_->gate(streams, deadline);
+    if (state_->stopped()) executor_->capturer_.attend();  // so may the second look at its memory
+    return passed;
 }
 
 ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hold import GATE, held
 
 import datastates as ds
+from datastates.errors import TornSnapshotError
 from datastates.providers import GpuTensorProvider, from_stateful
 from datastates.testing import equal
 
@@ -31,6 +34,30 @@ def test_thousands_of_small_tensors(tmp_path: Path) -> None:
         checkpointer.restore([GpuTensorProvider("m", tensors)])
     assert equal({k: v.cpu() for k, v in tensors.items()}, expected)
     assert equal(ds.load(tmp_path)["m"], expected)
+
+
+@pytest.mark.parametrize("device_cache", ["0", "1GiB"])
+def test_a_sparse_write_past_the_version_counter_is_noticed(device_cache: str, tmp_path: Path) -> None:
+    table = torch.nn.Embedding(1_500_000, 16, device="cuda")
+    provider = from_stateful("m", table)
+    random = np.random.default_rng(1)
+    with ds.Checkpointer(tmp_path, host_cache="16MiB", block="1MiB", device_cache=device_cache) as checkpointer:
+        checkpointer.snapshot([provider], step=0).wait_committed()
+        for step in range(1, 6):
+            with held("capture", until=GATE):
+                snapshot = checkpointer.snapshot([provider], step=step)
+                table.weight.data[int(random.integers(1_500_000)), int(random.integers(16))] += 1.0
+                checkpointer.gate()
+            with pytest.raises(TornSnapshotError, match="m/weight"):
+                snapshot.wait_committed()
+        for step in range(6, 11):  # nothing holds the capture up: it may have ended before the write
+            expected = table.weight.detach().cpu().clone()
+            snapshot = checkpointer.snapshot([provider], step=step)
+            table.weight.data[:: 1 + int(random.integers(100_000))] += 1.0
+            checkpointer.gate()
+            with contextlib.suppress(TornSnapshotError):
+                snapshot.wait_committed()
+                assert equal(ds.load(tmp_path, step=step)["m"]["weight"], expected)
 
 
 def _trained(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

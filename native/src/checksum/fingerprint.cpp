@@ -67,7 +67,7 @@ std::uint64_t sum_run(std::uint64_t position, const std::byte* data, std::uint64
     return sum_words(position, data, count);
 }
 
-/// The index of sample i among `last + 1` words, which are more than kSamples.
+/// The index of sample i among `last + 1` words.
 std::uint64_t position_of(std::uint64_t i, std::uint64_t last) { return i * last / (kSamples - 1); }
 
 // Adds mix() of one word, whose key lies $ahead behind %key.
@@ -291,7 +291,7 @@ std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples) {
 
 void prefetch(const std::byte* data, std::uint64_t nbytes) {
     if (nbytes == 0) return;
-    if (nbytes <= kSamples * kWord) {
+    if (nbytes <= kFew) {
         for (std::uint64_t at = 0; at < nbytes; at += kLine) __builtin_prefetch(data + at);
         return;
     }
@@ -316,7 +316,7 @@ std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::by
         return mix(position, load(piece + at, length - at));
     };
     std::uint64_t sum = 0;
-    if (words <= kSamples) {
+    if (nbytes <= kFew) {
         const std::uint64_t whole = length / kWord;
         sum = sum_run(first, piece, whole);
         return first + whole < end ? sum + add(end - 1) : sum;

@@ -24,7 +24,7 @@ constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
 // many there are at most. More would not be read faster, as a GPU runs some thousand warps at a
 // time.
 constexpr std::uint64_t kLeastPiece = std::uint64_t{64} << 10;
-constexpr std::uint64_t kMostPieces = 16384;
+constexpr std::uint64_t kMostPieces = 8192;
 
 }  // namespace
 
@@ -72,23 +72,32 @@ KernelMemory::~KernelMemory() {
     engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
 }
 
-std::uint64_t DeviceFingerprints::at(std::size_t index) const {
+std::uint64_t DeviceDigests::sum(std::size_t piece, std::size_t run) const {
     std::uint64_t sum = 0;
-    const std::size_t sums = count_ * sizeof(fingerprint::DeviceRange);
+    const std::size_t sums = pieces() * sizeof(fingerprint::DeviceWords);
+    const std::size_t index = (run * pieces()) + piece;
     std::memcpy(&sum, memory_.data() + sums + (index * sizeof sum), sizeof sum);
     return sum;
 }
 
 std::uint64_t DeviceDigests::at(std::size_t range) const {
-    const std::byte* const sums =
-        memory_.data() + (first_.back() * sizeof(fingerprint::DeviceWords));
     std::uint64_t total = 0;
-    for (std::size_t piece = first_[range]; piece < first_[range + 1]; ++piece) {
-        std::uint64_t sum = 0;
-        std::memcpy(&sum, sums + (piece * sizeof sum), sizeof sum);
-        total += sum;
-    }
+    for (auto piece = first_[range]; piece < first_[range + 1]; ++piece) total += sum(piece, 0);
     return total;
+}
+
+bool DeviceDigests::changed(std::size_t range) const {
+    for (auto piece = first_[range]; piece < first_[range + 1]; ++piece) {
+        if (sum(piece, 0) != sum(piece, 1)) return true;
+    }
+    return false;
+}
+
+void DeviceDigests::leave_out(std::size_t range) {
+    const fingerprint::DeviceWords nothing{.address = 0, .nbytes = 0};
+    for (auto piece = first_[range]; piece < first_[range + 1]; ++piece) {
+        std::memcpy(memory_.data() + (piece * sizeof nothing), &nothing, sizeof nothing);
+    }
 }
 
 CopyEngine::CopyEngine(int ordinal)
@@ -115,8 +124,7 @@ CopyEngine::~CopyEngine() {
 }
 
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
-    : fingerprint(context, fingerprint::kSamplesPtx, "datastates_fingerprint"),
-      digest(context, fingerprint::whole_ptx().c_str(), "datastates_whole"),
+    : digest(context, fingerprint::whole_ptx().c_str(), "datastates_whole"),
       gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
 
 bool CopyEngine::has(int attribute) const {
@@ -273,35 +281,9 @@ std::shared_ptr<Event> CopyEngine::gather(std::span<const gather::Range> ranges,
     return launch(*kernel, blocks, gather::kKernelThreads, parameters, memory, stream);
 }
 
-DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRange> ranges,
-                                           cuda::StreamHandle stream) {
-    const CurrentContext current(context());
-    const cuda::Kernel* kernel = nullptr;
-    {
-        const std::scoped_lock lock(mutex_);
-        kernel = &kernels().fingerprint;
-    }
-    KernelMemory memory =
-        borrow(ranges.size() * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
-    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
-    std::uint64_t told = memory.device_address();
-    std::uint64_t answered = told + ranges.size_bytes();
-    auto count = static_cast<unsigned>(ranges.size());
-    std::array<void*, 3> parameters = {&told, &answered, &count};
-    const unsigned blocks =
-        (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock;
-    launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
-    return {std::move(memory), ranges.size()};
-}
-
 DeviceDigests CopyEngine::digest(std::span<const fingerprint::DeviceWords> ranges,
                                  cuda::StreamHandle stream) {
     const CurrentContext current(context());
-    const cuda::Kernel* kernel = nullptr;
-    {
-        const std::scoped_lock lock(mutex_);
-        kernel = &kernels().digest;
-    }
     std::uint64_t all = 0;
     for (const auto& range : ranges) all += range.nbytes;
     // Pieces of some hundred kilobytes keep all warps busy; few pieces are quickly told.
@@ -315,9 +297,10 @@ DeviceDigests CopyEngine::digest(std::span<const fingerprint::DeviceWords> range
         pieces += (range.nbytes + piece_bytes - 1) / piece_bytes;
     }
     first.push_back(pieces);
-    KernelMemory memory =
-        borrow(pieces * (sizeof(fingerprint::DeviceWords) + sizeof(std::uint64_t)));
-    std::byte* to = memory.data();
+    DeviceDigests digests(
+        borrow(pieces * (sizeof(fingerprint::DeviceWords) + (2 * sizeof(std::uint64_t)))),
+        std::move(first));
+    std::byte* to = digests.memory_.data();
     for (const auto& [address, nbytes, position] : ranges) {
         for (std::uint64_t at = 0; at < nbytes; at += piece_bytes) {
             const fingerprint::DeviceWords piece{.address = address + at,
@@ -327,14 +310,31 @@ DeviceDigests CopyEngine::digest(std::span<const fingerprint::DeviceWords> range
             to += sizeof piece;
         }
     }
-    std::uint64_t told = memory.device_address();
-    std::uint64_t answered = told + (pieces * sizeof(fingerprint::DeviceWords));
+    launch_digest(digests, 0, stream);
+    return digests;
+}
+
+void CopyEngine::digest_again(DeviceDigests& digests, cuda::StreamHandle stream) {
+    const CurrentContext current(context());
+    launch_digest(digests, 1, stream);
+}
+
+void CopyEngine::launch_digest(DeviceDigests& digests, std::size_t run, cuda::StreamHandle stream) {
+    const cuda::Kernel* kernel = nullptr;
+    {
+        const std::scoped_lock lock(mutex_);
+        kernel = &kernels().digest;
+    }
+    const std::size_t pieces = digests.pieces();
+    std::uint64_t told = digests.memory_.device_address();
+    std::uint64_t answered =
+        told + (pieces * sizeof(fingerprint::DeviceWords)) + (run * pieces * sizeof(std::uint64_t));
     auto count = static_cast<unsigned>(pieces);
     std::array<void*, 3> parameters = {&told, &answered, &count};
     const unsigned blocks = std::max(
         1U, (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock);
-    auto done = launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
-    return {std::move(memory), std::move(done), std::move(first)};
+    digests.done_ =
+        launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, digests.memory_, stream);
 }
 
 std::shared_ptr<CopyEngine> CopyEngines::at(int device) {

@@ -28,6 +28,19 @@ cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
     return reinterpret_cast<cuda::StreamHandle>(job.buffers().stream[source]);
 }
 
+/// The last extent that holds lazy device memory.
+std::optional<std::size_t> last_of_devices(const WriteState& job) {
+    const WritePlan& plan = job.plan();
+    const auto is_lazy = [&](const WritePlan::Piece& piece) {
+        return job.buffers().on_device(piece.source) &&
+               !plan.eager(static_cast<std::size_t>(piece.source));
+    };
+    for (std::size_t i = plan.extents().size(); i-- > 0;) {
+        if (std::ranges::any_of(plan.pieces(plan.extents()[i]), is_lazy)) return i;
+    }
+    return std::nullopt;
+}
+
 /// The device copies into one block, stream by stream.
 class BlockCopies {
   public:
@@ -144,7 +157,7 @@ void Capturer::take_fingerprints(WriteState& job) {
     struct Group {
         int device;
         std::uint64_t stream;
-        std::vector<fingerprint::DeviceRange> ranges{};
+        std::vector<fingerprint::DeviceWords> memory{};
         std::vector<std::size_t> sources{};
         bool lazy = false;
     };
@@ -173,11 +186,10 @@ void Capturer::take_fingerprints(WriteState& job) {
             continue;
         }
         Group& group = group_of(i);
-        group.lazy = group.lazy || !plan.eager(i);
+        if (plan.eager(i)) continue;  // copied on its producer's stream
+        group.lazy = true;
         if (!witness) continue;
-        const std::uint64_t first = plan.first_word(i);
-        group.ranges.push_back(
-            {.address = buffers.address[i] + first, .nbytes = plan.source_nbytes(i) - first});
+        group.memory.push_back({.address = buffers.address[i], .nbytes = plan.source_nbytes(i)});
         group.sources.push_back(i);
     }
     host.finish();
@@ -185,9 +197,9 @@ void Capturer::take_fingerprints(WriteState& job) {
         CopyEngine& engine = job.devices().engine(group.device);
         auto* stream = reinterpret_cast<cuda::StreamHandle>(group.stream);
         engine.require_not_capturing(stream);
-        if (!group.ranges.empty()) {
-            job.witness().add_before(engine.fingerprint(group.ranges, stream),
-                                     std::move(group.sources));
+        if (!group.memory.empty()) {
+            job.witness().devices().begin(group.device, engine, stream, std::move(group.memory),
+                                          std::move(group.sources));
         }
         if (group.lazy) job.devices().add_producer(group.device, engine.record(stream));
     }
@@ -216,6 +228,7 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
         }
     }
     if (!pending.half_filled && pending.next_extent == plan.extents().size()) return std::nullopt;
+    if (job->witness().devices().any()) pending.last_of_devices = last_of_devices(*job);
     return pending;
 }
 
@@ -252,6 +265,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             order_captures(pending);
             pending.half_filled->begin = Clock::now();
             copy_devices(*pending.half_filled, Pick::lazy, nullptr);
+            look_again(pending, *pending.half_filled);
             pending.half_filled->copy_host(Pick::lazy);
             watch_bus(*pending.half_filled);
             hand_over(std::move(pending.half_filled), kThreadTrack);
@@ -265,6 +279,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             auto captured =
                 std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
             copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
+            look_again(pending, *captured);
             // The thread copies the last extent itself, as it has nothing else to begin.
             const bool last = pending.next_extent + 1 == job->plan().extents().size();
             captured->host_later = writer_.copies_host() && !last && captured->has_host_sources();
@@ -325,6 +340,15 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
     } catch (...) {
         copies.drain();
         throw;
+    }
+}
+
+/// Behind the last copy of lazy device memory, that memory is read again. The extent lands only
+/// then.
+void Capturer::look_again(const Pending& pending, CapturedExtent& captured) {
+    if (pending.last_of_devices != captured.index) return;
+    for (auto& event : pending.job->read_devices_again()) {
+        captured.events.push_back(std::move(event));
     }
 }
 

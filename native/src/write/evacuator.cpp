@@ -105,7 +105,8 @@ void Evacuator::add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> i
 }
 
 /// Enqueues all moves to the place's slab, as one launch with one event. Only then settles their
-/// claims, so that nobody captures from an image before its copy is enqueued.
+/// claims, so that nobody captures from an image before its copy is enqueued, nor looks at the
+/// sources again before that event is known.
 void Evacuator::enqueue(WriteState& job, int device, Place& place) {
     if (place.moves.empty()) return;
     CopyEngine& engine = job.devices().engine(device);
@@ -115,8 +116,8 @@ void Evacuator::enqueue(WriteState& job, int device, Place& place) {
             : engine.gather(place.ranges, engine.evacuation_stream(), gather::kBlocksOnDevice);
     for (Move& move : place.moves) {
         move.image->set_ready(ready);
-        move.claim.settle(std::move(move.image));
         job.extent_evacuated(move.claim.extent(), device, ready);
+        move.claim.settle(std::move(move.image));
     }
     place.moves.clear();
     place.ranges.clear();

@@ -5,26 +5,20 @@
 #include "datastates/checksum/fingerprint.hpp"
 
 namespace datastates {
-namespace {
-
-// Up to this size, reading all bytes costs less than reading only the sampled words.
-constexpr std::uint64_t kWhole = std::uint64_t{4} << 10;
-
-}  // namespace
 
 void HostFingerprints::add(std::size_t source) {
     const std::uint64_t first = job_.plan().first_word(source);
     const std::byte* const memory = job_.buffers().host(source) + first;
     const std::uint64_t nbytes = job_.plan().source_nbytes(source) - first;
     fingerprint::prefetch(memory, nbytes);
-    if (used_ + std::min(nbytes, kWhole) > GuardedCopies::kGathered) finish();
+    if (used_ + std::min(nbytes, fingerprint::kFew) > GuardedCopies::kGathered) finish();
     const auto read = [&](std::uint64_t offset, std::uint64_t bytes) {
         reads_.emplace_back(memory + offset, bytes);
         readers_.push_back(source);
         used_ += bytes;
     };
     sampled_.push_back({.source = source, .nbytes = nbytes, .at = used_});
-    if (nbytes <= kWhole) {
+    if (nbytes <= fingerprint::kFew) {
         read(0, nbytes);
         return;
     }
@@ -40,8 +34,9 @@ void HostFingerprints::finish() {
     const std::byte* const data = copies_.gather(
         reads_, [&](std::size_t i) { witness.lose(static_cast<std::int32_t>(readers_[i])); });
     for (const auto& [source, nbytes, at] : sampled_) {
-        witness.set_before(source, nbytes <= kWhole ? fingerprint::of(data + at, nbytes)
-                                                    : fingerprint::of_samples(nbytes, data + at));
+        witness.set_before(source, nbytes <= fingerprint::kFew
+                                       ? fingerprint::of(data + at, nbytes)
+                                       : fingerprint::of_samples(nbytes, data + at));
     }
     sampled_.clear();
     reads_.clear();

@@ -1,17 +1,10 @@
 #include "datastates/write/witness.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "datastates/checksum/fingerprint.hpp"
 
 namespace datastates {
-namespace {
-
-// How many pieces ahead of the current one to prefetch for fingerprints.
-constexpr std::size_t kFetchAhead = 2;
-
-}  // namespace
 
 Witness::Witness(const WritePlan& plan, const Buffers& buffers)
     : plan_(plan),
@@ -31,33 +24,15 @@ void Witness::add(const WritePlan::Piece& piece, const std::byte* data) {
                                             piece.length - before);
 }
 
-void Witness::add_devices(const WritePlan::Extent& extent, const std::byte* memory) {
-    const auto pieces = plan_.pieces(extent);
-    const auto whole = [&](const WritePlan::Piece& piece) {
-        return piece.length == plan_.source_nbytes(static_cast<std::size_t>(piece.source));
-    };
-    for (std::size_t i = 0; i < pieces.size(); ++i) {
-        if (i + kFetchAhead < pieces.size()) {
-            const WritePlan::Piece& later = pieces[i + kFetchAhead];
-            if (buffers_.on_device(later.source) && whole(later)) {
-                fingerprint::prefetch(memory + later.extent_offset, later.length);
-            }
-        }
-        if (buffers_.on_device(pieces[i].source)) add(pieces[i], memory + pieces[i].extent_offset);
+std::vector<int> Witness::torn() const {
+    std::vector<bool> torn(lost_.begin(), lost_.end());
+    for (std::size_t i = 0; i < before_.size(); ++i) torn[i] = torn[i] || before_[i] != after_[i];
+    for (const std::size_t source : devices_.changed()) torn[source] = true;
+    std::vector<int> numbers;
+    for (std::size_t i = 0; i < torn.size(); ++i) {
+        if (torn[i]) numbers.push_back(static_cast<int>(i));
     }
-}
-
-std::vector<int> Witness::torn() {
-    for (const auto& [fingerprints, sources] : std::exchange(device_before_, {})) {
-        for (std::size_t i = 0; i < sources.size(); ++i) {
-            before_[sources[i]] = fingerprints.at(i);
-        }
-    }
-    std::vector<int> torn;
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-        if (before_[i] != after_[i] || lost_[i]) torn.push_back(static_cast<int>(i));
-    }
-    return torn;
+    return numbers;
 }
 
 }  // namespace datastates

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
 
 namespace datastates {
 namespace {
@@ -121,6 +122,31 @@ void WriteState::extent_evacuated(std::size_t extent, int device, std::shared_pt
     changed_.notify_all();
 }
 
+std::vector<std::shared_ptr<Event>> WriteState::read_devices_again() {
+    const std::scoped_lock again(again_mutex_);
+    DeviceWitness& witness = witness_.devices();
+    std::vector<std::shared_ptr<Event>> events;
+    try {
+        if (!std::exchange(read_again_, true)) {
+            CaptureEvents copies;
+            {
+                const std::scoped_lock lock(mutex_);
+                copies = capture_events_;
+            }
+            witness.read_again(copies, devices_, [&](std::size_t source) {
+                witness_.lose(static_cast<std::int32_t>(source));
+            });
+            for (const auto& [device, event] : witness.done()) {
+                add_capture_event(device, event, false);
+            }
+        }
+        for (auto& [device, event] : witness.done()) events.push_back(std::move(event));
+    } catch (...) {
+        fail(Error::current());
+    }
+    return events;
+}
+
 void WriteState::add_evacuate_seconds(double seconds) {
     const std::scoped_lock lock(mutex_);
     stats_.evacuate_seconds += seconds;
@@ -181,14 +207,16 @@ bool WriteState::wait_captured(Deadline deadline) const {
     return true;
 }
 
-bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
-                      Deadline deadline) const {
+bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) {
     std::unique_lock lock(mutex_);
     const auto enqueued = [&] {
         return reading_ == 0 && ((!capturing_ && copying_ == 0) ||
                                  source_extents_enqueued_ == plan_->source_extents());
     };
     if (!wait_until(changed_, lock, deadline, enqueued)) return false;
+    lock.unlock();
+    if (!stopped()) static_cast<void>(read_devices_again());
+    lock.lock();
     const CaptureEvents events = capture_events_;
     lock.unlock();
     for (const auto& [device, stream] : streams) {

@@ -28,13 +28,10 @@ void copy(CapturedExtent& captured, unsigned worker) {
     captured.job->extent_landed();
 }
 
-/// In a worker: fingerprints first, because the owner may wait for the end of the capture.
+/// In a worker.
 void digest(CapturedExtent& captured, unsigned worker) {
     WriteState& job = *captured.job;
     const auto begin = Clock::now();
-    const std::byte* const memory = captured.block.memory().data();
-    job.witness().add_devices(captured.extent(), memory);
-    job.extent_landed();
     const std::uint64_t bytes = captured.digest_devices();
     job.timeline().add(Stage::checksum, worker, begin, bytes);
 }
@@ -143,7 +140,10 @@ bool Writer::land_next() {
             landed_ = Clock::now();
         }
         captured.events.clear();
-        if (was_landing && !job.stopped()) start_digest(captured);
+        if (was_landing && !job.stopped()) {
+            job.extent_landed();
+            start_digest(captured);
+        }
     } catch (...) {
         job.fail(Error::current());
     }

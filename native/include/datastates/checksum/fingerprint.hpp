@@ -12,15 +12,19 @@
 ///
 /// - A whole fingerprint is over all words. It reads at the speed of memory, and differs where any
 ///   byte differs, but for one case in 2^64.
-/// - A sampled one is over all words if there are at most 32, else over 32 evenly spaced ones, with
+/// - A sampled one is over all words if there are at most 512, else over 32 evenly spaced ones,
+/// with
 ///   the first and the last. It costs a few cache misses and notices when a whole tensor is
 ///   rewritten.
 ///
-/// A kernel computes each on a device. All functions are thread-safe.
+/// A kernel computes whole ones on a device. All functions are thread-safe.
 namespace datastates::fingerprint {
 
 constexpr std::uint64_t kSamples = 32;
 constexpr std::uint64_t kWord = 8;
+/// Up to this many bytes, a sampled fingerprint is over all words. One read brings them, and takes
+/// no longer than reads of the samples.
+constexpr std::uint64_t kFew = std::uint64_t{4} << 10;
 
 /// The whole fingerprint of words that lie end to end, the first of them at `position`. The whole
 /// fingerprint of a range is the sum over its pieces, all but the last of whole words.
@@ -29,11 +33,11 @@ std::uint64_t whole(std::uint64_t position, const std::byte* data, std::uint64_t
 /// The sampled fingerprint of a range in host memory.
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes);
 
-/// The offset of sample `i` in a range of more than kSamples words.
+/// The offset of sample `i` in a range of more than kFew bytes.
 std::uint64_t sample_offset(std::uint64_t nbytes, std::uint64_t i);
 
-/// The sampled fingerprint of a range of more than kSamples words. `samples` holds the sampled
-/// words end to end.
+/// The sampled fingerprint of a range of more than kFew bytes. `samples` holds the sampled words
+/// end to end.
 std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples);
 
 /// Lets the processor fetch into its cache what `of` will read. Does not wait.
@@ -45,25 +49,15 @@ void prefetch(const std::byte* data, std::uint64_t nbytes);
 std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::byte* piece,
                        std::uint64_t length);
 
-/// One range in device memory, as the kernel of sampled fingerprints reads it.
-struct DeviceRange {
-    std::uint64_t address;
-    std::uint64_t nbytes;
-};
-
-/// Words that lie end to end in device memory, as the kernel of whole fingerprints reads them.
+/// Words that lie end to end in device memory, as the kernel reads them.
 struct DeviceWords {
     std::uint64_t address;
     std::uint64_t nbytes;
     std::uint64_t position = 0;  // of the first word
 };
 
-/// PTX with one entry, `datastates_fingerprint(u64 ranges, u64 sums, u32 count)`. Each warp takes
-/// one DeviceRange and stores its sampled fingerprint. Launch it with blocks of kKernelThreads
-/// threads.
-extern const char* const kSamplesPtx;
 /// PTX with one entry, `datastates_whole(u64 words, u64 sums, u32 count)`. Each warp takes one
-/// DeviceWords and stores its whole fingerprint. Launch it as the other kernel.
+/// DeviceWords and stores its whole fingerprint. Launch it with blocks of kKernelThreads threads.
 std::string whole_ptx();
 constexpr unsigned kKernelThreads = 128;
 constexpr unsigned kRangesPerKernelBlock = kKernelThreads / 32;

@@ -65,34 +65,30 @@ class KernelMemory {
     std::shared_ptr<Event> used_;  // recorded behind the kernel
 };
 
-/// The results of a fingerprint kernel, which may still be running.
-class DeviceFingerprints {
-  public:
-    DeviceFingerprints(KernelMemory memory, std::size_t count)
-        : memory_(std::move(memory)), count_(count) {}
-
-    /// Valid once an event recorded after the launch has passed.
-    std::uint64_t at(std::size_t index) const;
-
-  private:
-    KernelMemory memory_;
-    std::size_t count_;
-};
-
-/// Whole fingerprints of device memory. Their kernel may still be running.
+/// Whole fingerprints of device memory, taken once or twice. Their kernel may still be running.
 class DeviceDigests {
   public:
     /// `first`: for each range the number of its first piece, and the number of all pieces.
-    DeviceDigests(KernelMemory memory, std::shared_ptr<Event> done, std::vector<std::size_t> first)
-        : memory_(std::move(memory)), done_(std::move(done)), first_(std::move(first)) {}
+    DeviceDigests(KernelMemory memory, std::vector<std::size_t> first)
+        : memory_(std::move(memory)), first_(std::move(first)) {}
 
-    /// The event behind the kernel.
+    /// The event behind the last kernel.
     const std::shared_ptr<Event>& done() const { return done_; }
-    /// The fingerprint of a range. Valid once done(), or an event recorded later, has passed.
+    /// The first fingerprint of a range. Valid once its kernel has ended.
     std::uint64_t at(std::size_t range) const;
+    /// Whether the two fingerprints of a range differ. Valid once both kernels have ended.
+    bool changed(std::size_t range) const;
+    /// Lets the second kernel leave a range out, as its memory is gone. Its fingerprints count no
+    /// more.
+    void leave_out(std::size_t range);
 
   private:
-    KernelMemory memory_;
+    friend class CopyEngine;
+    std::size_t pieces() const { return first_.back(); }
+    /// The sum of a piece, in the first or second run.
+    std::uint64_t sum(std::size_t piece, std::size_t run) const;
+
+    KernelMemory memory_;  // DeviceWords of all pieces, their sums, their second sums
     std::shared_ptr<Event> done_;
     std::vector<std::size_t> first_;
 };
@@ -109,8 +105,8 @@ struct RowCopy {
 };
 
 /// Moves bytes between one device and the host. It owns three streams and the kernels; events order
-/// these streams with the training's. Eager copies and fingerprints run on the training's own
-/// streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
+/// these streams with the training's. Eager copies and the first fingerprints run on the training's
+/// own streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
 class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
   public:
     /// Throws Error "cuda".
@@ -121,7 +117,8 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     cuda::StreamHandle capture_stream() const { return capture_stream_; }
     /// For copies from the host to destinations.
     cuda::StreamHandle restore_stream() const { return restore_stream_; }
-    /// For copies of lazy sources to spare device memory.
+    /// For copies of lazy sources to spare device memory, and for kernels behind all copies of
+    /// these.
     cuda::StreamHandle evacuation_stream() const { return evacuation_stream_; }
     int ordinal() const { return ordinal_; }
     cuda::ContextHandle context() const { return context_->handle(); }
@@ -154,13 +151,12 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// behind the kernel.
     std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
                                   unsigned max_blocks);
-    /// Enqueues one kernel launch that takes the sampled fingerprints of all ranges.
-    DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
-                                   cuda::StreamHandle stream);
     /// Enqueues one kernel launch that takes the whole fingerprints of all ranges. It reads at the
     /// speed of the device's memory.
     DeviceDigests digest(std::span<const fingerprint::DeviceWords> ranges,
                          cuda::StreamHandle stream);
+    /// Does so a second time. Allocates nothing.
+    void digest_again(DeviceDigests& digests, cuda::StreamHandle stream);
 
   private:
     friend class KernelMemory;
@@ -171,7 +167,6 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     };
     struct Kernels {
         explicit Kernels(const std::shared_ptr<cuda::PrimaryContext>& context);
-        cuda::Kernel fingerprint;
         cuda::Kernel digest;
         cuda::Kernel gather;
     };
@@ -183,6 +178,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     std::shared_ptr<Event> launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
                                   std::span<void*> parameters, KernelMemory& memory,
                                   cuda::StreamHandle stream);
+    void launch_digest(DeviceDigests& digests, std::size_t run, cuda::StreamHandle stream);
 
     const int ordinal_;
     std::shared_ptr<cuda::PrimaryContext> context_;

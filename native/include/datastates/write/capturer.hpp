@@ -53,7 +53,8 @@ class Capturer : Unmovable {
         std::shared_ptr<WriteState> job;
         std::size_t next_extent = 0;
         std::unique_ptr<CapturedExtent> half_filled;
-        bool ordered = false;  // its capture streams wait for its producers
+        bool ordered = false;                          // its capture streams wait for its producers
+        std::optional<std::size_t> last_of_devices{};  // extent: behind it, see look_again
     };
 
     void prepare_devices(WriteState& job);
@@ -66,6 +67,7 @@ class Capturer : Unmovable {
     void remove(const Pending& pending);
     static void copy_devices(CapturedExtent& captured, Pick pick,
                              const std::shared_ptr<DeviceImage>& image);
+    static void look_again(const Pending& pending, CapturedExtent& captured);
     bool bus_is_full();
     void watch_bus(const CapturedExtent& captured);
     void hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track);

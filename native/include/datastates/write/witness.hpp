@@ -5,14 +5,15 @@
 #include <cstdint>
 #include <vector>
 
-#include "datastates/memory/copy_engine.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/write/device_witness.hpp"
 
 namespace datastates {
 
-/// Notices sources that change between submit and capture: it compares their fingerprints then with
-/// those of the captured bytes. Owned by the WriteState. Submit sets the first fingerprints before
-/// anything is captured; the other calls but `torn` are thread-safe.
+/// Notices sources that change between submit and capture. In host memory it compares sampled
+/// fingerprints at submit with those of the captured bytes, on devices whole ones of the memory
+/// (see DeviceWitness). Owned by the WriteState. Submit sets the first fingerprints before anything
+/// is captured; the other calls but `torn` are thread-safe.
 class Witness {
   public:
     /// Both outlive this.
@@ -21,30 +22,21 @@ class Witness {
     void set_before(std::size_t source, std::uint64_t fingerprint) {
         before_[source] = fingerprint;
     }
-    void add_before(DeviceFingerprints fingerprints, std::vector<std::size_t> sources) {
-        device_before_.push_back(
-            {.fingerprints = std::move(fingerprints), .sources = std::move(sources)});
-    }
 
-    /// Adds a captured piece, which begins at `data`.
+    /// Adds a captured piece of host memory, which begins at `data`.
     void add(const WritePlan::Piece& piece, const std::byte* data);
-    /// Adds the captured pieces of an extent that came from devices. `memory` holds the extent.
-    void add_devices(const WritePlan::Extent& extent, const std::byte* memory);
     /// Marks a source as torn: its owner has unmapped some of its memory.
     void lose(std::int32_t source) { lost_[static_cast<std::size_t>(source)] = true; }
-    /// The sources that changed or were lost. REQUIRES: all are captured.
-    std::vector<int> torn();
+    DeviceWitness& devices() { return devices_; }
+    /// The sources that changed or were lost. REQUIRES: all are captured, and the devices' memory
+    /// is read again.
+    std::vector<int> torn() const;
 
   private:
-    struct Before {
-        DeviceFingerprints fingerprints;
-        std::vector<std::size_t> sources;
-    };
-
     const WritePlan& plan_;
     const Buffers& buffers_;
+    DeviceWitness devices_;
     std::vector<std::uint64_t> before_;
-    std::vector<Before> device_before_;  // moved to before_ once captured
     std::vector<std::atomic<std::uint64_t>> after_;
     std::vector<std::atomic<bool>> lost_;
 };

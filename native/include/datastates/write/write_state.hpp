@@ -84,6 +84,10 @@ class WriteState {
     /// The extent's copy to spare memory of `device` is enqueued; `ready` is behind it.
     void extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready);
     void add_evacuate_seconds(double seconds);
+    /// Behind the copies of all lazy device sources, which are enqueued: the witness reads that
+    /// memory again, at the first call. Returns the events behind that, for which gates wait, too.
+    /// An error fails the job.
+    std::vector<std::shared_ptr<Event>> read_devices_again();
     /// All bytes of the extent's sources are in its block, and the witness has them.
     void extent_landed() { count(landed_); }
     /// The extent's checksums are added.
@@ -109,7 +113,7 @@ class WriteState {
     bool wait_captured(Deadline deadline) const;
     bool wait_checksummed(Deadline deadline) const { return wait(checksummed_, deadline); }
     bool wait_written(Deadline deadline) const { return wait(written_, deadline); }
-    bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
+    bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline);
     /// Waits until no thread and no device uses the job.
     void wait_quiescent() const;
     bool quiescent() const;
@@ -164,6 +168,8 @@ class WriteState {
     std::vector<int> torn_;
     WriteStats stats_;
     std::mutex finish_mutex_;  // one finish or abandon at a time
+    std::mutex again_mutex_;   // one read_devices_again at a time
+    bool read_again_ = false;
 };
 
 }  // namespace datastates
