@@ -31,6 +31,7 @@ void DeviceWitness::read_again(const CaptureEvents& copies, const JobDevices& de
 
 std::vector<std::pair<int, std::shared_ptr<Event>>> DeviceWitness::done() const {
     std::vector<std::pair<int, std::shared_ptr<Event>>> events;
+    events.reserve(groups_.size());
     for (const Group& group : groups_) events.emplace_back(group.device, group.digests.done());
     return events;
 }
