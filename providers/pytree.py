@@ -17,16 +17,18 @@ from datastates.providers.nested.scalars import array_of, as_stored, holds, is_n
 from datastates.providers.nested.stored_leaves import (
     KEY_DATA,
     KEY_NAME,
+    contents_of,
     is_array,
     is_static,
     nested_leaves,
+    refuse_callable,
     taken_apart,
 )
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, laziness, subclasses, together
 from datastates.state.depth import deeper
 from datastates.state.provider import Saved
-from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested, tied
+from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested, tied, without_empty
 from datastates.state.replacements import Landing, describes, why_not_made
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
@@ -40,7 +42,8 @@ def from_pytree(
     captured lazily; if one is donated before it is captured, the snapshot fails. Of a sharded array each process saves
     the boxes that it holds; a box that several processes hold is saved by one of them. Tensors in memory that torch
     alone can write are lazy, too, and need the gate. NumPy and CuPy arrays and other leaves are copied. Functions are
-    not saved, and stay.
+    not saved, and stay. ``load`` gives empty dicts, lists and tuples and None as they are, and None for an empty
+    container of any other class. A restore does not compare them.
 
     A restore makes new arrays and puts them into a new tree. Each has the devices and the sharding of the array that it
     replaces. The old tree is not written. A ``jax.ShapeDtypeStruct`` may stand in the tree for an array.
@@ -139,7 +142,7 @@ class PytreeProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         """Restore into new memory, a landing, for each array that both the tree and the stored value have."""
-        leaves = taken_apart(self.tree)
+        stored, leaves = without_empty(stored), taken_apart(self.tree)
         stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself, its leaf
         live = nested_leaves(as_stored(leaves, stored), stands)
         found = pair(stored, live, saved.arrays())
@@ -271,7 +274,8 @@ def _contents(tree: object) -> object:
             raise ProviderError(
                 f"{key_of(path)!r} is a {type(leaf).__name__}, which has a state_dict(): use from_stateful"
             )
-    return nested_leaves(taken_apart(tree))
+    refuse_callable(leaves)
+    return contents_of(tree, leaves)
 
 
 def _refuse_dtensor(path: Path, leaf: object) -> None:

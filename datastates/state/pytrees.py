@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -135,6 +135,70 @@ def flatten(tree: object) -> tuple[list[Any], object] | None:
     return [leaf for _, leaf in pairs], (form, [path for path, _ in pairs])
 
 
+def empty_in(tree: object) -> list[tuple[Path, object]]:
+    """Find the containers without children in a tree, and ``None``, which is one, too.
+
+    Returns:
+        The path to each, with an empty dict, list or tuple; None stands for ``None``, and for any other class.
+    """
+    jax: Any = loaded("jax")
+    if jax is None:
+        return [(path, _emptied(item)) for path, item in _walk_empty(tree, ())]
+    one_level = jax.tree_util.default_registry.flatten_one_level
+
+    def is_empty(item: object) -> bool:
+        parts = one_level(item)
+        return parts is not None and not any(not _is_mark(child) for child in parts[0])
+
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
+    found = [(path, item) for path, item in pairs if is_empty(item) and not _is_mark(item)]
+    return [(tuple(_step(jax.tree_util, entry) for entry in path), _emptied(item)) for path, item in found]
+
+
+def _is_mark(item: object) -> bool:
+    """Whether a value is NNX's own mark in each of its objects, which is a container for JAX."""
+    return type(item).__name__ == "PytreeState" and type(item).__module__.startswith("flax.nnx")
+
+
+def _walk_empty(item: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if item is None or (isinstance(item, dict | list | tuple) and not item):
+        yield path, item
+    elif isinstance(item, dict | list | tuple):
+        for step, child in _children(item):
+            yield from _walk_empty(child, (*path, step))
+
+
+def _emptied(item: object) -> object:
+    if type(item) is tuple:
+        return ()
+    return {} if isinstance(item, MutableMapping) else [] if isinstance(item, MutableSequence) else None
+
+
+def without_empty(value: Any) -> Any:
+    """A copy of a stored value without its empty entries; of an empty value, an empty dict."""
+    found = _pruned(value, {})
+    return {} if found is None else found
+
+
+def _pruned(value: Any, known: dict[int, Any]) -> Any:
+    """A value without the empty entries in it; None if nothing is left. A position of a list stays.
+
+    ``known`` gets the result for each container, by id: a damaged value may have one at many places, or in itself.
+    """
+    if type(value) not in (dict, list):
+        return None if type(value) is tuple and not value else value
+    if id(value) not in known:
+        known[id(value)] = None
+        if isinstance(value, dict):
+            kept: Any = {key: found for key, item in value.items() if (found := _pruned(item, known)) is not None}
+        else:
+            kept = [_pruned(item, known) for item in value]
+            while kept and kept[-1] is None:
+                kept.pop()
+        known[id(value)] = kept or None
+    return known[id(value)]
+
+
 def is_leaf(tree: object) -> bool:
     """Whether a value is a leaf, not a container."""
     return leaves_of(tree).paths == [()]
@@ -187,10 +251,15 @@ def key_of(path: Path) -> str:
     return reduce(keys.join, (step.part for step in path), "")
 
 
-def nested(paths: Sequence[Path], values: Sequence[object]) -> object:
+def nested(paths: Sequence[Path], values: Sequence[object], empty: Sequence[tuple[Path, object]] = ()) -> object:
     """Nest leaves in plain dicts, and in lists where all steps of a container are positions.
 
-    A position of a list at which there is no leaf holds None.
+    A position of a list at which there is nothing holds None.
+
+    Args:
+        paths: The paths to the leaves.
+        values: The leaves.
+        empty: What stands at places without leaves, as :func:`empty_in` finds it.
 
     Raises:
         ProviderError: Two leaves have one key, or a leaf is where another path leads through.
@@ -210,6 +279,10 @@ def nested(paths: Sequence[Path], values: Sequence[object]) -> object:
         if path[-1].part in at:
             raise ProviderError(f"two leaves of the tree have the key {key_of(path)!r}")
         at[path[-1].part] = value
+    for path, value in empty:
+        if not path:
+            return value
+        root.add_empty(path, value)
     return root.plain()
 
 
@@ -217,6 +290,16 @@ class _Node(dict[Any, Any]):
     """A container of leaves and other nodes, by the steps that lead to them."""
 
     are_positions = True
+
+    def add_empty(self, path: Path, value: object) -> None:
+        """Put a value at a path, unless something is there already, or on the way, or it would be a name in a list."""
+        first, *rest = path
+        if self and self.are_positions and not first.is_position:
+            return  # this is a list
+        inner = self.setdefault(first.part, _Node() if rest else value)
+        if rest and isinstance(inner, _Node):
+            inner.add_empty(tuple(rest), value)
+        self.are_positions &= first.is_position
 
     def plain(self) -> Any:
         children = {part: child.plain() if isinstance(child, _Node) else child for part, child in self.items()}

@@ -11,7 +11,7 @@ from datastates.providers.nested.stored_leaves import is_static, stored
 from datastates.providers.nested.taken_apart import PlainTree, is_plain
 from datastates.state import jax_arrays
 from datastates.state.jax_addresses import Renewed
-from datastates.state.pytrees import flatten, leaves_of, nested
+from datastates.state.pytrees import empty_in, flatten, leaves_of, nested
 from datastates.state.shards import Shard, Shards, object_shard
 
 
@@ -57,7 +57,7 @@ class KnownLeaves:
         if flat is None:
             return None
         paths, values = zip(*stored(leaves_of(tree)), strict=True)
-        split = skeleton.strip(nested(paths, range(len(paths))))
+        split = skeleton.strip(nested(paths, range(len(paths)), empty_in(tree)))
         assert split is not None
         numbers, plain = split
         renewed = Renewed.of([values[i] for i in numbers], shards)

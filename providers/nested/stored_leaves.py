@@ -8,7 +8,7 @@ from typing import Any
 
 from datastates.errors import ProviderError
 from datastates.state import arrays, jax_arrays
-from datastates.state.pytrees import Leaves, Path, Step, key_of, leaves_of, nested
+from datastates.state.pytrees import Leaves, Path, Step, empty_in, key_of, leaves_of, nested
 from datastates.state.replacements import describes, stand_in
 
 KEY_DATA = Step("key_data", False)
@@ -62,6 +62,12 @@ def taken_apart(tree: object) -> Leaves:
         ProviderError: A leaf is callable but no function: its contents would not be saved. The message names it.
     """
     leaves = leaves_of(tree)
+    refuse_callable(leaves)
+    return leaves
+
+
+def refuse_callable(leaves: Leaves) -> None:
+    """Refuse leaves whose contents would be lost; raises as :func:`taken_apart` does."""
     for path, leaf in zip(leaves.paths, leaves.values, strict=True):
         if callable(leaf) and not is_array(leaf) and not is_static(leaf):
             raise ProviderError(
@@ -69,7 +75,6 @@ def taken_apart(tree: object) -> Leaves:
                 "holds would not be saved. Put its arrays in its place, or register its class as a pytree; keep what "
                 "belongs to the program out of the tree"
             )
-    return leaves
 
 
 def stored(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
@@ -82,19 +87,30 @@ def stored(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
             yield path, leaf
 
 
-def nested_leaves(leaves: Leaves, stands: dict[int, tuple[object, object]] | None = None) -> object:
-    """Nest the values to store in plain containers.
+def contents_of(tree: object, leaves: Leaves) -> object:
+    """Nest the values to store of a tree in plain containers, with the tree's empty containers.
 
     Args:
-        leaves: The tree.
-        stands: If given, an array of one element's memory stands for each ``jax.ShapeDtypeStruct``. ``stands`` gets
-            both, by the id of the array.
+        tree: The tree.
+        leaves: Its leaves.
+    """
+    pairs = list(stored(leaves))
+    return nested([path for path, _ in pairs], [value for _, value in pairs], empty_in(tree))
+
+
+def nested_leaves(leaves: Leaves, stands: dict[int, tuple[object, object]]) -> object:
+    """Nest the values to compare with stored ones in plain containers. Empty containers are left out.
+
+    Args:
+        leaves: The tree's leaves.
+        stands: An array of one element's memory stands for each ``jax.ShapeDtypeStruct``. ``stands`` gets both, by the
+            id of the array.
     """
     paths: list[Path] = []
     values: list[object] = []
     for path, value in stored(leaves):
         paths.append(path)
-        if stands is not None and describes(value):
+        if describes(value):
             stand = stand_in(value)
             stands[id(stand)] = stand, value
             values.append(stand)
