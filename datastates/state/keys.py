@@ -54,12 +54,36 @@ def join(prefix: str, part: object) -> str:
     return f"{prefix}/{component(part)}" if prefix else component(part)
 
 
+def of_tensor(key: str) -> str:
+    """The key of arrays inside the tensor ``key``, which is no plain memory: the path within the tensor follows."""
+    return f"{INNER}:{component(key)}"
+
+
 _OF_RANK = re.compile(re.escape(INNER) + r"@[0-9]+@([^:]*):([^/]*)(?:/|\Z)")
 
 
 def of_rank(rank: int, box: str, key: str) -> str:
     """The key of arrays inside one rank's part of the DTensor ``key``; ``box`` is the part's place as a text."""
     return f"{INNER}@{rank}@{box}:{component(key)}"
+
+
+_INSIDE = re.compile(rf"(.*/|){INNER}(?:[0-9]*|@([0-9]+)@[^:/]*):(?!~[35])([^/]*)(?:/(.*))?", re.DOTALL)
+_ARGUMENTS = "1/3/"
+"""What stands before the name of a part in checkpoints of earlier versions: its path in the tensor's pickle."""
+
+
+def shown(key: str) -> str:
+    """A full key for people: of an array inside a tensor, the tensor's key and the path within it, joined by dots.
+
+    So ``model/~5:0.weight/qdata`` is ``model/0.weight.qdata``. In one rank's part of a DTensor the rank comes last.
+    Other keys are returned as they are.
+    """
+    found = _INSIDE.fullmatch(key) if INNER in key else None
+    if found is None:
+        return key
+    before, rank, outer, inside = found.groups()
+    path = (inside or "").removeprefix(_ARGUMENTS).split("/")
+    return before + ".".join(filter(None, [str(parts(outer)[0]), *path, rank and f"rank{rank}"]))
 
 
 def is_of_rank(key: str) -> bool:

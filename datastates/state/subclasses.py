@@ -125,6 +125,15 @@ def memory(parts: tuple[Any, ...]) -> Any:
     return function(storage, *rest)
 
 
+def attributes_in(parts: tuple[Any, ...]) -> Any:
+    """The attributes, last among the arguments of the function that torch pickles a subclass's tensor by; else None.
+
+    Args:
+        parts: The result of the tensor's ``__reduce_ex__``.
+    """
+    return parts[1][-1] if parts[0] is loaded("torch")._tensor._rebuild_from_type_v2 else None
+
+
 def is_uninitialized(tensor: object) -> bool:
     """Whether a tensor has no shape yet, because it belongs to a lazy module that has seen no input."""
     torch = loaded("torch")

@@ -20,7 +20,7 @@ from datastates.providers.nested.freezing import Copies, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
 from datastates.state import arrays, dtensors, laziness, sharded_tensors, storages, subclasses
 from datastates.state.depth import DEEPEST, deeper
-from datastates.state.keys import INNER, component, is_inner, is_of_rank, join, of_rank
+from datastates.state.keys import INNER, component, is_inner, is_of_rank, join, of_rank, of_tensor
 from datastates.state.known_layout import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
@@ -232,7 +232,7 @@ class _Walk:
         if storages.is_storage(item):
             return self._storage(item, key)
         if is_generator(item):  # its state is an array
-            return self._call(item, item.__reduce__(), self._inside(key))
+            return self._call(item, item.__reduce__(), self._named(key))
         self.opaque.append(item)
         self.opaque_keys.append(self._shown(key))
         return _Opaque(len(self.opaque) - 1)
@@ -263,7 +263,7 @@ class _Walk:
 
     def _odd_tensor(self, item: Any, key: str) -> object:
         """Copy a tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
-        inner_key = self._inside(key)
+        inner_key = self._named(key)
         parts = item.__reduce_ex__(PROTOCOL)[:2]
         memory = subclasses.memory(parts)
         if memory is None:
@@ -281,17 +281,29 @@ class _Walk:
         call = self._copies[id(item)] = self._call(local, local.__reduce_ex__(PROTOCOL)[:2], inner_key)
         return call
 
+    def _named(self, key: str) -> str:
+        """The key of the arrays inside a tensor, storage or generator. It does not depend on other state."""
+        if is_inner(key):  # it is a part of such a tensor, or of an object
+            return key
+        self._outer[of_tensor(key)] = key
+        return of_tensor(key)
+
     def _storage(self, item: object, key: str) -> ArrayLeaf:
         """Copy a torch storage as an array of its bytes."""
-        found = self._leaf(key if is_inner(key) else self._inside(key), storages.bytes_of(item), False)
+        found = self._leaf(self._named(key), storages.bytes_of(item), False)
         found.storage = storages.class_of(item)
         self._copies[id(item)] = found
         return found
 
     def _call(self, item: object, parts: tuple[Any, ...], inner_key: str) -> Call:
-        """Copy an object as the function call that makes it."""
+        """Copy an object as the function call that makes it. The attributes of a tensor are right below its key."""
+        attributes = subclasses.attributes_in(parts)
+        if attributes is not None:
+            parts = parts[0], parts[1][:-1]
         self._made.append(parts)
         call = Call(*(self.copy(part, join(inner_key, i)) for i, part in enumerate(parts)))
+        if attributes is not None:
+            call.arguments = (*call.arguments, self.copy(attributes, inner_key))
         self._copies[id(item)] = call
         return call
 
