@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from errno import EPERM, ESPIPE
 from types import FunctionType
@@ -115,19 +116,26 @@ class CorruptError(FormatError):
 
 
 class TrustError(FormatError, pickle.UnpicklingError):
-    """A stored object needs a class that the caller has not trusted.
+    """A stored object needs classes that the caller has not trusted.
 
     Attributes:
-        name: The class or function as ``module.qualname``, the form that ``trust=[...]`` takes.
+        name: The first class or function as ``module.qualname``, the form that ``trust=[...]`` takes.
+        names: All of them.
     """
 
-    def __init__(self, name: str) -> None:
-        """Compose a message that names the class and the remedy."""
-        super().__init__(
-            f"the checkpoint holds an object of {name}, which is not loaded by default because that can run code; "
-            f"pass trust=[{name!r}] if you trust this file"
+    def __init__(self, name: str, *names: str) -> None:
+        """Compose a message that names the classes and the remedy."""
+        every = [name, *names]
+        text = (
+            f"the checkpoint holds an object of {' and of '.join(every)}, which is not loaded by default because that "
+            f"can run code; pass trust={every} if you trust this file"
         )
+        others = {one.partition(".")[0] for one in every} - sys.modules.keys()
+        if others:
+            text += f", or import {', '.join(sorted(others))} if it declares its classes to torch, as torchao does"
+        super().__init__(text)
         self.name = name
+        self.names = tuple(every)
 
 
 class CheckpointNotFoundError(DatastatesError, FileNotFoundError):

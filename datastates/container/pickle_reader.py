@@ -220,13 +220,6 @@ class _Reader(TensorReader):
         return function is collections.defaultdict and len(arguments) == 1
 
 
-def needs_trust(names: Collection[str]) -> list[str]:
-    """The names, as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
-    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *pickle_torch.declared(), *REBUILDS, *_CLASSES}
-    others = (n for n in names if n not in known and n.removeprefix("torch.") not in _VALUES)
-    return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
-
-
 class _Surveyor(_Reader):
     """Reads containers and plain values. Leaves all other objects unbuilt, even if no reader could build them."""
 
@@ -297,7 +290,10 @@ class _Surveyor(_Reader):
     }
 
     def _of_class(self, kind: Any, made: Any, state: Any) -> object:
-        return kind(made, state)
+        stand = kind(made, state)
+        if isinstance(made, Unbuilt) and type(state) is dict:
+            stand.attributes = state
+        return stand
 
     def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
         return kind(*arguments)
@@ -305,6 +301,26 @@ class _Surveyor(_Reader):
     def _with_attributes(self, made: Any, attributes: Any) -> Any:
         self.complete = self.complete and not attributes  # they may hold something to be built
         return super()._with_attributes(made, None)
+
+
+class Lister(_Surveyor):
+    """Reads like a survey, and collects the names that are not trusted.
+
+    Attributes:
+        untrusted: The names, in their order.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.untrusted: dict[str, None] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Look up a name; of one that is not trusted, a stand-in."""
+        try:
+            return super().find_class(module, name)
+        except TrustError as error:
+            self.untrusted[error.name] = None
+            return _Surveyor._other_class(self, *error.name.rsplit(".", 1))
 
 
 def _no_arrays(stored: StoredArray) -> object:
@@ -365,8 +381,20 @@ def _read(reader: _Reader) -> Any:
     check_trust(reader.trust)
     try:
         return reader.load()
+    except TrustError as error:
+        raise _naming_all(error, reader) from None
     except (FormatError, ImportError):
         raise
     except Exception as error:
         # a damaged pickle can fail anywhere, also inside a trusted class
         raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _naming_all(error: TrustError, reader: _Reader) -> TrustError:
+    """The error that names all classes of the pickle that are not trusted, not only the first one."""
+    lister = Lister(reader.data, lambda stored: stored, reader.trust, with_torch=reader._with_torch)
+    try:
+        lister.load()
+    except Exception:  # the rest of the pickle is damaged
+        return error
+    return TrustError(*lister.untrusted)

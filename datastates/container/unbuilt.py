@@ -10,9 +10,11 @@ class Unbuilt:
 
     Attributes:
         arguments: The arguments for the class's call; for a named tuple, its items.
+        attributes: Of a tensor without memory of its own, which consists of others: its attributes; else None.
     """
 
     arguments: tuple[Any, ...]
+    attributes: dict[str, Any] | None = None
 
     def __new__(cls, *arguments: Any) -> Unbuilt:
         """Keep the arguments, whether the pickle calls the class or makes an object by ``__new__`` alone."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from datastates._base import log
 from datastates._base.loaded import loaded
-from datastates.container.pickle_reader import needs_trust
+from datastates.container.pickle_needs import needs_trust
 from datastates.container.pickle_torch import is_generator
 from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
