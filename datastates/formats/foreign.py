@@ -16,6 +16,7 @@ from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
+from datastates.formats.composed_tensors import ComposedTensors
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
 from datastates.reading.new_arrays import NewArrays
@@ -135,6 +136,11 @@ class Foreign:
         """The objects, which are no tensors, by full key."""
         return by_key(entry for file in self.files for entry in file.objects)
 
+    @cached_property
+    def composed(self) -> ComposedTensors:
+        """Its tensors that consist of others."""
+        return ComposedTensors(self.files)
+
     # --- all of it
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
@@ -143,10 +149,14 @@ class Foreign:
         Raises:
             CorruptError: A tensor does not match its checksum; the message names it.
             DatastatesError: Only a part of a tensor is there.
+            TrustError: A tensor that consists of others needs a class that is not trusted.
             ImportError: An element type needs torch or ml_dtypes and neither is installed.
             StorageError: Reading failed.
         """
-        del trust  # nothing of it is pickled
+        self.composed.vet(self.composed.arrays, trust)
+        if self.composed.arrays and not into.with_torch:
+            key = next(iter(self.composed.arrays))
+            raise ImportError(f"{key!r} is built by torch only, which is not installed, or not wanted: framework='np'")
         new, keys = NewArrays(into), list(self.keys)
         found = {}
         for key, tensor in zip(keys, self.whole(keys), strict=True):
@@ -156,7 +166,8 @@ class Foreign:
             else:
                 found[key] = new.whole(tensor)
         new.read(executor)
-        return found
+        inside = {key: found.pop(key) for keys in self.composed.arrays.values() for key in keys}
+        return found | self.composed.build(inside, trust)
 
     @property
     def nbytes(self) -> int:

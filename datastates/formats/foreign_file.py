@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from datastates.container import checksums
 from datastates.container.digests import plan_digests
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.pickle_reader import Trust
 from datastates.container.table import MAX_NDIM, Row, ShardTable, table_of
 from datastates.errors import FormatError
+from datastates.formats.composed import Composed
 from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.state import dtypes
 from datastates.state.shards import Shard, StoredArray
@@ -74,9 +77,11 @@ class ForeignFile(RecordFile):
         shards: The tensors.
         objects: Its objects that are no tensors.
         metadata: The texts in its header, by name, if it is a file of safetensors.
+        composed: Its tensors that consist of others, by full key.
     """
 
     checked = False
+    composed: Mapping[str, Composed] = MappingProxyType({})
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
@@ -123,6 +128,14 @@ class ForeignFile(RecordFile):
     def name_record(self, record: int) -> str:
         """Keys of at most three tensors in a record."""
         return self.shards.names_in(record)
+
+    def vet_composed(self, keys: Collection[str], trust: Trust) -> None:
+        """Refuse tensors that consist of others, and could not be built: there are none in most files."""
+
+    def build_composed(self, arrays: Mapping[str, object], trust: Trust) -> dict[str, Any]:
+        """Build the tensors that consist of others, all of whose arrays are given: there are none in most files."""
+        del arrays, trust
+        return {}
 
     def read_row(self, row: Row) -> memoryview:
         """Read the bytes from a row's first element to its last, and verify them if they are a record with a CRC."""

@@ -51,7 +51,7 @@ def open(path: Location) -> Foreign:
         raise StorageError(errno.ENOENT, "open", str(path / missing[0]), what)
     files = [_open_file(path / name) for name in names]
     refuse_repeated(path, files)
-    held = {name: file.shards.by_key for name, file in zip(names, files, strict=True)}
+    held = {name: {*file.shards.by_key, *file.composed} for name, file in zip(names, files, strict=True)}
     lacking = [Problem(first, key, f"is not in {name}") for key, name in weights.items() if key not in held[name]]
     return Indexed(NAME, path, files, lacking, metadata)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.pickle_picker import Picked
 from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
-from datastates.errors import naming
+from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, check_place
+from datastates.formats.composed import Composed, arrays_inside
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.legacy_parts import is_legacy
 from datastates.formats.torch_parts import HEAD, find_parts
 from datastates.reading.new_arrays import NewArrays
 from datastates.state import memory
-from datastates.state.keys import join
+from datastates.state.keys import join, within
 from datastates.state.nested import leaves
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, StoredArray
@@ -63,6 +65,7 @@ class TorchFile(ForeignFile):
 
     Attributes:
         value: Its value, with a StoredArray for each tensor, and nothing built that would run code of its class.
+        composed: The tensors that consist of others, by key.
     """
 
     def __init__(self, path: Location, prefix: str = "") -> None:
@@ -78,9 +81,21 @@ class TorchFile(ForeignFile):
             self._pickle, self.records, self._numbers = parts.pickle, parts.records, parts.numbers
             self._surveyed: tuple[object, Any] | None = None
             self.value, _ = self._survey(lambda stored: stored, with_torch=False)
-            found = [(key, leaf) for key, leaf in leaves(self.value, prefix) if isinstance(leaf, StoredArray)]
+            self._prefix = prefix
+            self.composed: dict[str, Composed] = {}
+            found = [*self._arrays(prefix)]
             tensors = [(self._numbers[a.record], whole(key, a)) for key, a in found]
         super().__init__(path, nbytes, self.records, tensors, self._entries(prefix))
+
+    def _arrays(self, prefix: str) -> Iterator[tuple[str, StoredArray]]:
+        """The arrays in the value with their keys, also those that tensors consist of, which :attr:`composed` gets."""
+        for key, leaf in leaves(self.value, prefix):
+            if isinstance(leaf, StoredArray):
+                yield key, leaf
+            elif isinstance(leaf, Unbuilt) and leaf.attributes is not None:
+                inside = {within(key, path): array for path, array in arrays_inside(leaf)}
+                self.composed[key] = Composed(leaf, inside)
+                yield from inside.items()
 
     def number(self, array: StoredArray) -> int:
         """The number of the record that an array of the value lies in."""
@@ -119,6 +134,47 @@ class TorchFile(ForeignFile):
         item = self._surveyed[1][key]
         return item, not any(isinstance(leaf, Unbuilt) for _, leaf in leaves(item))
 
+    def vet_composed(self, keys: Collection[str], trust: Trust) -> None:
+        """Refuse tensors of :attr:`composed` that could not be built; nothing of their classes runs.
+
+        Raises:
+            TrustError: They need classes that are not trusted; the message names all of them.
+            FormatError: A trusted class cannot be imported.
+        """
+        picked = self._pick({}, trust)
+        picked.vet([leaf for key, leaf in leaves(picked.value, self._prefix) if key in keys])
+
+    def build_composed(self, arrays: Mapping[str, object], trust: Trust) -> dict[str, Any]:
+        """Build the tensors of :attr:`composed` all of whose arrays are given, by full key.
+
+        Args:
+            arrays: The arrays, by full key, with their elements.
+            trust: As for :meth:`load`.
+
+        Raises:
+            TrustError, FormatError: As :meth:`vet_composed` does.
+        """
+        wanted = {key for key, one in self.composed.items() if one.arrays and arrays.keys() >= one.arrays.keys()}
+        picked = self._pick(arrays, trust)
+        made = {key: leaf for key, leaf in leaves(picked.value, self._prefix) if key in wanted}
+        for key, one in made.items():
+            picked.vet(one)
+            if isinstance(one, Unbuilt):
+                raise FormatError(f"{self.path}: {key!r} cannot be built from what is stored of it")
+        return made
+
+    def _pick(self, arrays: Mapping[str, object], trust: Trust) -> Picked:
+        places = {
+            _place(a): arrays[key] for one in self.composed.values() for key, a in one.arrays.items() if key in arrays
+        }
+
+        def resolve(stored: StoredArray) -> object:
+            array = places.get(_place(self._checked(stored)))
+            return Unbuilt() if array is None else memory.with_grad(array, stored.requires_grad)
+
+        with naming(str(self.path)):
+            return Picked(self._pickle, resolve, trust)
+
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read and verify the file, and build its value; arguments as for ``Opened.load``.
 
@@ -152,6 +208,10 @@ class TorchCheckpoint(Foreign):
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read the value of the file, whatever it is."""
         return self.files[0].load(executor, trust=trust, into=into)
+
+
+def _place(stored: StoredArray) -> tuple[object, ...]:
+    return stored.record, stored.dtype, stored.offset, stored.shape, stored.stride
 
 
 def _has_other(value: object) -> bool:

@@ -327,6 +327,10 @@ class Stored:
         return Metadata()
 
     @property
+    def composed(self) -> None:
+        """None: objects hold such tensors."""
+
+    @property
     def is_listed(self) -> bool:
         """Whether reading :attr:`keys` opens no containers, except the only one of a checkpoint of one rank."""
         return "keys" in self.__dict__ or self.head.ranks == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -11,6 +11,7 @@ import numpy as np
 
 from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.pickle_reader import Trust
 from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError
@@ -140,6 +141,30 @@ class Metadata:
     differing: tuple[str, ...] = ()
 
 
+class ComposedTensors(Protocol):
+    """Tensors that are built from other tensors and a description, such as quantized weights, by full key.
+
+    Attributes:
+        arrays: For each tensor the full keys of the tensors in it.
+    """
+
+    arrays: Mapping[str, Sequence[str]]
+
+    def kind(self, full: str) -> str:
+        """The name of a tensor's class."""
+
+    def vet(self, fulls: Collection[str], trust: Trust) -> None:
+        """Refuse tensors that could not be built. No code of their classes runs.
+
+        Raises:
+            TrustError: They need classes that are not trusted; the message names all of them.
+            FormatError: A trusted class cannot be imported.
+        """
+
+    def build(self, arrays: Mapping[str, object], trust: Trust) -> Mapping[str, Any]:
+        """Build the tensors all of whose arrays are given by full key; raises as :meth:`vet`."""
+
+
 class Tensors(Protocol):
     """The logical tensors of one checkpoint, by full key, and where their bytes lie."""
 
@@ -203,3 +228,7 @@ class Tensors(Protocol):
 
     def objects(self) -> Mapping[str, ObjectEntry]:
         """The objects, which are no tensors, by full key."""
+
+    @property
+    def composed(self) -> ComposedTensors | None:
+        """The tensors that consist of others, and are not listed as tensors; None where objects hold them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from datastates.container.rows import logical
 from datastates.container.table import Row
@@ -13,7 +15,7 @@ from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state import arrays
-from datastates.state.keys import is_inner
+from datastates.state.keys import around, is_inner
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard, full_key
 
@@ -80,16 +82,58 @@ class NamedArrays(Compared, Saved):
         Of several live arrays that are the same memory, as tied weights are, the checkpoint needs one only.
         """
         every = self._provider.arrays_by_name(self)
-        shards = [shard for shard in every if not is_inner(shard.key)]
+        shards = [shard for shard in every if not is_inner(shard.key) or self._has(shard.key)]
         found = [shard for shard in shards if self._has(shard.key)]
         places = {_place(shard) for shard in found if self._takes(shard.key)}
         lacking = (s.key for s in shards if not self._has(s.key) and _place(s) not in places)
-        live = {full_key(self.name, shard.key) for shard in shards} | self.mismatched.keys()
+        absent = list(dict.fromkeys(lacking))  # several shards may be parts of one array
+        composed = self.composed()
         self.report(
-            missing=list(dict.fromkeys(lacking)),  # several shards may be parts of one array
-            unexpected=[key for key in self.every_key() if full_key(self.name, key) not in live],
+            missing=[key for key in absent if key not in composed],
+            mismatched={
+                key: f"a {self.kind(key)} in the checkpoint, a tensor in the live state"
+                for key in absent
+                if key in composed
+            },
         )
+        live = {full_key(self.name, shard.key) for shard in shards} | self.mismatched.keys()
+        stored = dict.fromkeys(key for key in self.every_key() if full_key(self.name, key) not in live)
+        whole = dict.fromkeys(outer[0] if (outer := around(key)) else key for key in stored)
+        self.report(unexpected=[key for key in whole if full_key(self.name, key) not in live])
+        if wanted := composed.keys() & {outer[0] for shard in found if (outer := around(shard.key))}:
+            assert self._stored.composed is not None
+            self._stored.composed.vet([self._composed[key][0] for key in wanted], self._request.trust)
         return found
+
+    @cached_property
+    def _composed(self) -> dict[str, tuple[str, list[str]]]:
+        """By its key: a selected tensor that consists of others, as its full key there, and the keys of its arrays."""
+        made: dict[str, tuple[str, list[str]]] = {}
+        begin, stored = full_key(self.name, "") + "/", self._stored.composed
+        for full, inside in () if stored is None else stored.arrays.items():
+            live = [self._live.live[key] for key in inside]
+            keys = [key.removeprefix(begin) for key in live if key.startswith(begin)]
+            outer = around(keys[0]) if keys else None
+            if outer is not None and (self.cut is None or self.cut.keeps(outer[0])):
+                made[outer[0]] = full, keys
+        return made
+
+    def composed(self) -> Mapping[str, Sequence[str]]:
+        """The stored tensors that consist of others, each with the keys of these."""
+        return {key: keys for key, (_, keys) in self._composed.items()}
+
+    def kind(self, key: str) -> str:
+        """The name of the class of one of :meth:`composed`."""
+        assert self._stored.composed is not None
+        return self._stored.composed.kind(self._composed[key][0])
+
+    def built(self, arrays: Mapping[str, object]) -> Mapping[str, Any]:
+        """Build those of :meth:`composed` all of whose arrays are given."""
+        if self._stored.composed is None or not arrays:
+            return {}
+        stored = {self.stored_key(key): array for key, array in arrays.items()}
+        made = self._stored.composed.build(stored, self._request.trust)
+        return {key: made[full] for key, (full, _) in self._composed.items() if full in made}
 
     def hand_over(self) -> None:
         """Give the provider its filled arrays."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datastates.errors import RestoreError
+from datastates.state.keys import around, within
 from datastates.state.shards import full_key
 
 Rename = str | re.Pattern[str]
@@ -70,11 +71,13 @@ class LiveKeys:
         self.providers: set[str] = set(names)
         used = set()
         for key in stored:
-            live, by = renamed(key, renames)
+            outer = around(key) if names else None  # an array inside a tensor goes with the tensor
+            live, by = renamed(outer[0] if outer else key, renames)
             if by is not None:
                 used.add(by)
             if len(names) == 1 and not live.startswith(f"{names[0]}/"):
                 live = f"{names[0]}/{live}" if live else names[0]
+            live = within(live, outer[1]) if outer else live
             if live in self.stored:
                 raise RestoreError(f"rename: {self.stored[live]!r} and {key!r} would both be {live!r}")
             self.stored[live] = key

@@ -59,6 +59,21 @@ def of_tensor(key: str) -> str:
     return f"{INNER}:{component(key)}"
 
 
+_OF_TENSOR = re.compile(rf"(.*/|){INNER}:(?!~[35])([^/]*)(/.*|)", re.DOTALL)
+
+
+def within(full: str, path: str) -> str:
+    """The full key of an array inside a tensor of a file of another format, given both keys."""
+    before, slash, last = full.rpartition("/")
+    return f"{before}{slash}{of_tensor(last)}/{path}"
+
+
+def around(full: str) -> tuple[str, str] | None:
+    """The inverse of :func:`within`; None for other keys."""
+    found = _OF_TENSOR.fullmatch(full)
+    return None if found is None else (f"{found[1]}{parts(found[2])[0]}", found[3][1:])
+
+
 _OF_RANK = re.compile(re.escape(INNER) + r"@[0-9]+@([^:]*):([^/]*)(?:/|\Z)")
 
 

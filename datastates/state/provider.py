@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
 
@@ -54,6 +54,23 @@ class Saved(ABC):
     @abstractmethod
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
+
+    def composed(self) -> Mapping[str, Sequence[str]]:
+        """The stored tensors that :meth:`built` can make of others, where arrays are found by name.
+
+        Returns:
+            For each tensor, by its key, the keys of the arrays that it consists of.
+        """
+        return {}
+
+    def kind(self, key: str) -> str:
+        """The name of the class of one of :meth:`composed`."""
+        raise KeyError(key)
+
+    def built(self, arrays: Mapping[str, object]) -> Mapping[str, Any]:
+        """Build those of :meth:`composed` all of whose arrays are given, with their contents, by key."""
+        del arrays
+        return {}
 
     @abstractmethod
     def report(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datastates._base.loaded import loaded
+from datastates.container.unbuilt import Unbuilt
 from datastates.providers.modules.changes import changing
 from datastates.providers.modules.load_code import LoadCode, place_of
 from datastates.providers.modules.taking import Taking
@@ -15,7 +16,7 @@ from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
-from datastates.state import arrays, dtensors, laziness, storages, tensor_scan
+from datastates.state import arrays, dtensors, laziness, storages, subclasses, tensor_scan
 from datastates.state.arrays import Destinations
 from datastates.state.depth import deeper
 from datastates.state.keys import component, is_inner, parts
@@ -124,7 +125,9 @@ class ModuleProvider(TreeProvider):
         known, live = saved.arrays(), self.value()
         # a name with several arrays below it is an object, and names alone do not tell how to build it
         keys = [key for key in known if "/" not in key and not is_inner(key)]
-        stored = {parts(key)[0]: known[key] for key in keys}
+        stored: dict[Any, Any] = {parts(key)[0]: known[key] for key in keys}
+        composed = {key: inside for key, inside in saved.composed().items() if "/" not in key}
+        stored |= {parts(key)[0]: type(saved.kind(key), (Unbuilt,), {})() for key in composed}
         taking = Taking.of(self._wrapped, live, stored, saved, keys)
         prefix = taking.prefix
         copied = {component(prefix + name): t for name, t in taking.code.copied.items() if not t.is_meta}
@@ -134,18 +137,24 @@ class ModuleProvider(TreeProvider):
             missing=[key for key in missing if place_of(_get(live, parts(key.removeprefix(prefix))[0])) not in tied],
             mismatched=taking.mismatched,
         )
-        return Destinations([*copied, *taking.new], [*copied.values(), *taking.new.values()])
+        new = taking.new | taking.inside(composed)
+        return Destinations([*copied, *new], [*copied.values(), *new.values()])
 
     def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
         """Give the module the arrays, if its ``load_state_dict`` does more than copy."""
         state: dict[Any, Any] = {}
+        inside = {shard.key: shard.source for shard in shards if is_inner(shard.key)}
         for shard in shards:
-            add(state, tuple(parts(shard.key)), shard.source)
-        state, _ = without_prefixes(state, self._wrapped.prefixes)
+            if shard.key not in inside:
+                add(state, tuple(parts(shard.key)), shard.source)
+        built = {parts(key)[0]: tensor for key, tensor in saved.built(inside).items()}
+        state, prefix = without_prefixes(state | built, self._wrapped.prefixes)
         code = LoadCode.of(self._module, state, {})
         if code.is_plain:
             return
         live: Any = self.value()
+        for name in (str(name).removeprefix(prefix) for name in built):
+            state[name] = subclasses.beside(_get(live, name), state[name])
         tied = _by_place(live, state)
         for name, tensor in live.items() if isinstance(live, dict) else ():
             if name not in state and (place := place_of(tensor)) in tied:

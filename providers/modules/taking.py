@@ -111,6 +111,19 @@ class Taking:
         self.new = together.fresh(self.saved, whole, live_at, usual)
         self._live = live if isinstance(live, dict) else {}
 
+    def inside(self, composed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Allocate memory for the arrays inside tensors to give to ``load_state_dict``, on the live tensors' devices.
+
+        Args:
+            composed: For each stored tensor that consists of others, by its key, the keys of these.
+        """
+        found: dict[str, Any] = {}
+        for key, keys in composed.items():
+            if self._gives(key.removeprefix(self.prefix)):
+                live: Any = self._live.get(parts(key.removeprefix(self.prefix))[0])
+                found |= together.fresh(self.saved, keys, device=live.device if subclasses.is_tensor(live) else None)
+        return found
+
     def _gives(self, key: str) -> bool:
         try:
             return self.code.takes(parts(key.partition("/")[0])[0])

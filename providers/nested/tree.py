@@ -204,16 +204,16 @@ class TreeProvider(StateProvider):
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """The live arrays. A tensor that is no plain memory, such as a sparse tensor, is not restored by its name."""
-        known = saved.arrays()
+        known, composed = saved.arrays(), saved.composed()
         for key, leaf in leaves(self.value()):
             if subclasses.is_tensor(leaf) and arrays.kind_of(leaf) is None:
-                if key in known:
+                if key in known or key in composed:
                     saved.report(
                         mismatched={key: "the live tensor is no plain memory, and is not restored by its name"}
                     )
                 else:
                     saved.report(missing=[key])
-        return super().arrays_by_name(saved)
+        return [shard for shard in super().arrays_by_name(saved) if not is_inner(shard.key)]
 
     @staticmethod
     def listed(saved: Saved) -> Collection[str]:

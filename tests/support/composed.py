@@ -38,11 +38,11 @@ class Pair(torch.Tensor):
         """Detach, or take the parts of another one that has the same number."""
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
-            if type(source) is not Pair or source.number != target.number:
+            if type(source) is not cls or source.number != target.number:
                 raise ValueError(f"a Pair of {target.number} takes no {getattr(source, 'number', 'other')}")
             target.first.copy_(source.first)
             target.second.copy_(source.second)
             return target
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Pair(args[0].first, args[0].second, args[0].number)
+            return cls(args[0].first, args[0].second, args[0].number)
         raise NotImplementedError(func)
