@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from datastates.container import checksums
+from datastates.container.composed import Composed
 from datastates.container.digests import plan_digests
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import MAX_NDIM, Row, ShardTable, table_of
 from datastates.errors import FormatError
-from datastates.formats.composed import Composed
 from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.state import dtypes
 from datastates.state.shards import Shard, StoredArray

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from datastates.container import pickle_reader
+from datastates.container.composed import Composed, arrays_inside
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_picker import Picked
 from datastates.container.pickle_reader import Trust
@@ -15,7 +16,6 @@ from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, check_place
-from datastates.formats.composed import Composed, arrays_inside
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.legacy_parts import is_legacy

@@ -9,13 +9,14 @@ from typing import Any
 from datastates.container.rows import logical
 from datastates.container.table import Row
 from datastates.reading.stored import Stored
-from datastates.reading.tensors import Tensors
+from datastates.reading.stored_composed import StoredComposed
+from datastates.reading.tensors import ComposedTensors, Tensors
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state import arrays
-from datastates.state.keys import around, is_inner
+from datastates.state.keys import around, is_inner, parts
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard, full_key
 
@@ -101,17 +102,25 @@ class NamedArrays(Compared, Saved):
         whole = dict.fromkeys(outer[0] if (outer := around(key)) else key for key in stored)
         self.report(unexpected=[key for key in whole if full_key(self.name, key) not in live])
         if wanted := composed.keys() & {outer[0] for shard in found if (outer := around(shard.key))}:
-            assert self._stored.composed is not None
-            self._stored.composed.vet([self._composed[key][0] for key in wanted], self._request.trust)
+            assert self._sources is not None
+            self._sources.vet([self._composed[key][0] for key in wanted], self._request.trust)
         return found
+
+    @cached_property
+    def _sources(self) -> ComposedTensors | None:
+        """The tensors of the checkpoint that consist of others, and can be built."""
+        if not isinstance(self._stored, Stored):
+            return self._stored.composed
+        inside = [self.stored_key(key) for key in self.every_key() if is_inner(key)]
+        return StoredComposed(self._stored, {str(parts(key.partition("/")[0])[0]) for key in inside})
 
     @cached_property
     def _composed(self) -> dict[str, tuple[str, list[str]]]:
         """By its key: a selected tensor that consists of others, as its full key there, and the keys of its arrays."""
         made: dict[str, tuple[str, list[str]]] = {}
-        begin, stored = full_key(self.name, "") + "/", self._stored.composed
+        begin, stored = full_key(self.name, "") + "/", self._sources
         for full, inside in () if stored is None else stored.arrays.items():
-            live = [self._live.live[key] for key in inside]
+            live = [self._live.live[key] for key in inside if key in self._live.live]
             keys = [key.removeprefix(begin) for key in live if key.startswith(begin)]
             outer = around(keys[0]) if keys else None
             if outer is not None and (self.cut is None or self.cut.keeps(outer[0])):
@@ -124,15 +133,15 @@ class NamedArrays(Compared, Saved):
 
     def kind(self, key: str) -> str:
         """The name of the class of one of :meth:`composed`."""
-        assert self._stored.composed is not None
-        return self._stored.composed.kind(self._composed[key][0])
+        assert self._sources is not None
+        return self._sources.kind(self._composed[key][0])
 
     def built(self, arrays: Mapping[str, object]) -> Mapping[str, Any]:
         """Build those of :meth:`composed` all of whose arrays are given."""
-        if self._stored.composed is None or not arrays:
+        if self._sources is None or not arrays:
             return {}
         stored = {self.stored_key(key): array for key, array in arrays.items()}
-        made = self._stored.composed.build(stored, self._request.trust)
+        made = self._sources.build(stored, self._request.trust)
         return {key: made[full] for key, (full, _) in self._composed.items() if full in made}
 
     def hand_over(self) -> None:

@@ -71,7 +71,7 @@ class LiveKeys:
         self.providers: set[str] = set(names)
         used = set()
         for key in stored:
-            outer = around(key) if names else None  # an array inside a tensor goes with the tensor
+            outer = around(key)  # an array inside a tensor goes with the tensor
             live, by = renamed(outer[0] if outer else key, renames)
             if by is not None:
                 used.add(by)

@@ -59,7 +59,7 @@ def of_tensor(key: str) -> str:
     return f"{INNER}:{component(key)}"
 
 
-_OF_TENSOR = re.compile(rf"(.*/|){INNER}:(?!~[35])([^/]*)(/.*|)", re.DOTALL)
+_OF_TENSOR = re.compile(rf"(.*/|){INNER}[0-9]*:(?!~[35])([^/]*)(/.*|)", re.DOTALL)
 
 
 def within(full: str, path: str) -> str:
@@ -69,7 +69,7 @@ def within(full: str, path: str) -> str:
 
 
 def around(full: str) -> tuple[str, str] | None:
-    """The inverse of :func:`within`; None for other keys."""
+    """The tensor's full key and the path, of a key of :func:`within`, or of one that a provider gave; else None."""
     found = _OF_TENSOR.fullmatch(full)
     return None if found is None else (f"{found[1]}{parts(found[2])[0]}", found[3][1:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -292,3 +293,29 @@ def test_a_folder_of_hugging_face(tmp_path: Path, index: bool) -> None:
     with pytest.raises(ImportError, match=r"'0\.weight' is built by torch only"):
         ds.load(folder, trust=TRUST, framework="np")
     assert commands.main(["verify", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("rename", [{"m/": "n/"}, {"m/0.": "n/0.", re.compile("^m/"): "n/"}])
+def test_our_own_checkpoint_under_other_names(tmp_path: Path, rename: Any) -> None:
+    source, live = _model(1), _model(2)
+    other = {"state": {"0": _pair(5)}, "sparse": torch.eye(2).to_sparse()}
+    ds.snapshot([from_stateful("m", source), from_state_dict("d", other)], tmp_path / "c").wait_committed()
+    with pytest.raises(TrustError, match=r"composed\.Pair"):
+        ds.restore([from_stateful("n", live)], tmp_path / "c", rename=rename)
+    assert _parts(live.state_dict()) == _parts(_model(2).state_dict())
+    result = ds.restore([from_stateful("n", live)], tmp_path / "c", rename=rename, trust=TRUST)
+    assert _parts(live.state_dict()) == _parts(source.state_dict())
+    assert not result.missing_keys + result.unexpected_keys
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(3, 2))
+    with pytest.raises(RestoreError, match=r"'n/0\.weight': a Pair in the checkpoint") as caught:
+        ds.restore([from_stateful("n", plain)], tmp_path / "c", rename=rename, trust=TRUST)
+    assert not caught.value.missing + caught.value.unexpected
+
+
+def test_a_single_weight_under_another_name(tmp_path: Path) -> None:
+    source, live = _model(1), _model(2)
+    ds.snapshot([from_stateful("m", source)], tmp_path / "c").wait_committed()
+    names = {"m/0.": "n/2.", "m/2.": "n/0.", "m/": "n/"}
+    ds.restore([from_stateful("n", live)], tmp_path / "c", rename=names, trust=TRUST)
+    assert _parts(live[2].weight) == _parts(source[0].weight)
+    assert _parts(live[0].weight) == _parts(source[2].weight)
