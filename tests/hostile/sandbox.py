@@ -23,6 +23,8 @@ import datastates as ds
 from datastates.commit import manifest
 from datastates.container import pickle_reader
 from datastates.container.file import open_container
+from datastates.container.pickle_picker import Picked
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import DatastatesError, FormatError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
@@ -41,6 +43,10 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
     match action:
         case "loads":
             return pickle_reader.loads(data, trust=trust)
+        case "pick":
+            picked = Picked(data, lambda stored: Unbuilt(), trust)
+            picked.vet(picked.value)
+            return picked.value
         case "manifest":
             return manifest.decode(data, "manifest.json")
         case "open":

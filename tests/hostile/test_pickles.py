@@ -583,3 +583,28 @@ def test_every_global_that_is_safe_is_what_it_says(attack: Any) -> None:
     ]
     outcomes = [attack("loads", data=pickled(make())) for make in good]
     assert [o.message for o in outcomes if o.error is not None] == []
+
+
+# --- a pickle of which a part is built
+
+PICKED = {**CODE, **OPCODES, **CHANGES, **MEMORY, **TIME}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_a_part_is_picked_within_the_same_bounds(attack: Any, name: str) -> None:
+    attack("pick", data=pickled(PICKED[name]))
+    attack("pick", data=pickled(PICKED[name].replace(LAUGHS, DEEP)))
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_call_of_a_foreign_name_is_left(attack: Any, name: str) -> None:
+    outcome = attack("pick", data=pickled(b"](" + CODE[name] + b"K\x01e"))
+    assert outcome.error in ("TrustError", "FormatError", None)
+
+
+@pytest.mark.parametrize("count", [1, 3000])
+def test_looking_for_what_is_left_takes_bounded_time(attack: Any, count: int) -> None:
+    large = b"](" + b"K\x01" * 20_000 + b"eq\x00"
+    attack(
+        "pick", data=pickled(large + (b"cbuiltins\nslice\nh\x00\x85R0" * count) + b"K\x010"), trust=["builtins.slice"]
+    )
