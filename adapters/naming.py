@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from datastates._base import log
+from datastates.commit import trial
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import stem_of_partial
 from datastates.commit.pending import LOCK
@@ -60,6 +61,8 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     refuse(final)
     home = Location(final.parent)
     store_of(home).make_folder(home)
+    hidden = Location(staged.parent)
+    trial.refuse_loss_in(hidden, store_of(hidden).look(hidden))
     old, kept = staged.with_name(_OLD) / final.name, before
     if final.exists():
         kept = _keep(final, staged, before, replace=replace)
@@ -91,7 +94,8 @@ def clear(staged: Path, home: Path) -> None:
     Other files in the hidden folder, written by code that was given its path, move to ``home``.
     """
     hidden = staged.parent
-    for name in {*os.listdir(hidden)} - {staged.name, _OLD, f"{_OLD}.copy", LOCK}:
+    ours = {staged.name, _OLD, f"{_OLD}.copy", LOCK}
+    for name in (name for name in os.listdir(hidden) if name not in ours and not name.startswith(trial.PREFIX)):
         if (hidden / name).is_dir():
             _keep(hidden / name, home / name, {}, replace=False)
         else:

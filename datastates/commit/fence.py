@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from datastates._base import log
 from datastates._base.packing import pack, unpack
-from datastates.commit import manifest, writers
+from datastates.commit import manifest, trial, writers
 from datastates.commit.directories import partials
 from datastates.commit.names import STEP, as_debris, final_of
 from datastates.commit.pending import LOCK
@@ -141,6 +141,8 @@ class DirectoryOpening(Opening):
             self.refuse_if_fenced()
             if self._saves:
                 return
+            _make(self.root / FOLDER)
+            trial.refuse_loss(self.root / FOLDER)
             self._write_down_saving()
             self.refuse_if_fenced()
             self._stop_older()
@@ -225,7 +227,6 @@ class DirectoryOpening(Opening):
 
     def _write_down_saving(self) -> None:
         folder = self.root / FOLDER
-        _make(folder)
         with _ignoring(errno.EEXIST):  # an interrupted call may have made it
             _store(folder).create(folder / f"saving-{self._number}", _identity(self._owner))
         _store(folder).sync_folder(folder)

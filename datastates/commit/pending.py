@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from typing_extensions import override
 
-from datastates.commit import manifest, writers
+from datastates.commit import manifest, trial, writers
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import partial
 from datastates.commit.tier import Uncommitted
@@ -24,6 +24,8 @@ from datastates.errors import StorageError
 from datastates.storage import Location, Lock, store_of
 
 LOCK = ".lock"
+_SHOWN = 3
+"""Most names of lost files in a message."""
 
 
 class Pending(Uncommitted):
@@ -104,15 +106,18 @@ class Pending(Uncommitted):
     @override
     def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
         store_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
-        return self.publish(target)
+        return self.publish(target, [one.file for one in made.containers])
 
-    def publish(self, target: Callable[[], Location]) -> Location:
-        """Give the directory its name. Argument, result and errors as for :meth:`commit`."""
+    def publish(self, target: Callable[[], Location], others: Iterable[str] = ()) -> Location:
+        """Give the directory its name; ``others`` are files in it. All else is as for :meth:`commit`."""
         store = store_of(self.directory)
         store.sync_folder(self.directory)
         made = store.look(self.directory)
+        if self._mark is None:  # an opening has tried it when it began to save
+            trial.refuse_loss_in(self.directory, made)
         path = self._take_name(target)
         try:
+            self._refuse_lost(path, others)
             # not earlier: a partial directory without the lock file counts as abandoned
             store.remove(path / LOCK, missing_ok=True, operation="unlock")  # s3fs no longer finds it after the rename
             store.sync_folder(path.parent)
@@ -123,6 +128,13 @@ class Pending(Uncommitted):
             raise
         self.close()
         return path
+
+    def _refuse_lost(self, path: Location, others: Iterable[str]) -> None:
+        """Raise StorageError if a file is not in the renamed directory."""
+        if lost := {*others, *(file.name for file in self.files)}.difference(store_of(path).names(path)):
+            names = ", ".join(sorted(lost)[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
+            text = f"rename {path}: the renamed folder lacks {names}: its file system loses what it was told to sync. "
+            raise StorageError(errno.EIO, "rename", str(path), f"{text}Save to another one")
 
     def _take_name(self, target: Callable[[], Location]) -> Location:
         path = target()

@@ -120,10 +120,17 @@ class LocalWriter(Writer):
         self._nbytes = max(self._nbytes, at + nbytes)
         return True
 
+    @property
+    def _files(self) -> list[_native.Descriptor]:
+        return [self._file] if self._past_cache is None else [self._past_cache, self._file]
+
+    @override
+    def sync(self) -> None:
+        _sync(self._files, self._path, self._call)
+
     @override
     def finish(self) -> None:
-        files = [self._file] if self._past_cache is None else [self._past_cache, self._file]
-        settle(files, self._path, self._nbytes, self._call)
+        settle(self._files, self._path, self._nbytes, self._call)
 
     @override
     def close(self) -> None:
@@ -144,9 +151,7 @@ def settle(files: Sequence[_native.Descriptor], path: Location, nbytes: int, cal
     Raises:
         StorageError: A system call failed, or the file has another length.
     """
-    for file in files:  # a server of FUSE may keep what was written by another one
-        with call("sync", path):
-            os.fsync(file.fileno())
+    _sync(files, path, call)
     with call("stat", path):
         found = os.fstat(files[-1].fileno()).st_size
     if found != nbytes:
@@ -160,3 +165,9 @@ def settle(files: Sequence[_native.Descriptor], path: Location, nbytes: int, cal
     for file in files:  # some file systems tell only then what they lost
         with call("close", path):
             file.close_written()
+
+
+def _sync(files: Sequence[_native.Descriptor], path: Location, call: Call) -> None:
+    for file in files:  # a server of FUSE may keep what was written by another one
+        with call("sync", path):
+            os.fsync(file.fileno())

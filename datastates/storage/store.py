@@ -79,6 +79,10 @@ class Writer(ABC):
         """Take ``nbytes`` at ``offset`` of another file over to ``at`` without a copy; False where that cannot be."""
 
     @abstractmethod
+    def sync(self) -> None:
+        """Put what was written on stable storage. The file stays open."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Put the file on stable storage, and close it. Its name is durable after :meth:`Store.sync_folder`.
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from datastates.commit.names import stem_of_partial
-from datastates.errors import CommitError
+from datastates.errors import CommitError, StorageError
+from datastates.storage import Location
+from datastates.storage.local import LocalStore
 
 naming = pytest.importorskip("datastates.adapters.naming")
 
@@ -43,6 +45,22 @@ def test_what_was_there_gives_way_and_what_came_later_does_not(replace: bool, tm
     assert os.readlink(final / "link") == "deep"
     assert (final / "empty").exists() != replace
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_file_system_that_loses_files_of_a_renamed_folder_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lose(store: LocalStore, source: Location, target: Location) -> None:
+        os.rename(source, target)
+        for name in store.names(target):
+            Path(target / name).write_bytes(b"")
+
+    monkeypatch.setattr(LocalStore, "rename", lose)
+    final = folder(tmp_path / "final", model="old")
+    staged = folder(tmp_path / ".final.partial-00000000" / "final", model="new")
+    with pytest.raises(StorageError, match="lost as the folder around it is renamed"):
+        naming.publish(staged, final, naming.contents(final), replace=True)
+    assert texts(tmp_path) == {"final/model": "old", ".final.partial-00000000/final/model": "new"}
 
 
 def test_what_is_written_beside_it_is_moved_beside_it(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, m
     rename = kind.rename
 
     def lose(store: Store, source: Location, target: Location) -> None:
-        store.remove(source / LOCK)
+        store.remove(source / LOCK, missing_ok=True)
         rename(store, source, target)
 
     begun = pending(tier, 1)
@@ -180,6 +180,7 @@ def test_a_newer_opening_of_another_process_fences(
     first = tier.opening(first.encode())
     first.begin_to_save()
     begun = tier.pending(tier.target(1), mark=first.mark).begin()
+    store_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")
     first.refuse_if_fenced()
     second.begin_to_save()
     if owners[0] == owners[1]:

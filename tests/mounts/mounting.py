@@ -103,10 +103,7 @@ class Mounts(contextlib.ExitStack):
 
     def bucket(self) -> str:
         """Start an S3 server with a bucket; returns its address."""
-        server = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
-        if server is None:
-            raise MissingError("moto_server is not installed, and MOTO_SERVER does not name it")
-        port = free_port()
+        server, port = moto_server(), free_port()
         self.start(server, "-H", "127.0.0.1", "-p", port, until=lambda: answers(port))
         address = f"http://127.0.0.1:{port}"
         self.call(Path(server).parent / "python", "-c", _S3, address)
@@ -118,6 +115,13 @@ def unmount(at: Path) -> None:
     for options in ((), ("-l",)):
         if subprocess.run(["umount", *options, at], capture_output=True, check=False).returncode == 0:
             return
+
+
+def moto_server() -> str:
+    """The program of the S3 server; raises MissingError."""
+    if (server := os.environ.get("MOTO_SERVER") or shutil.which("moto_server")) is None:
+        raise MissingError("moto_server is not installed, and MOTO_SERVER does not name it")
+    return server
 
 
 def free_port() -> int:
@@ -242,9 +246,10 @@ def _s3fs(mounts: Mounts) -> list[Path]:
     return [mounts.serve("s3fs", "bucket", at, "-f", "-o", options, at=at)]
 
 
-def _rclone(mode: str) -> Callable[[Mounts], list[Path]]:
+def _rclone(mode: str, *options: str, newer: bool = False) -> Callable[[Mounts], list[Path]]:
     def mount(mounts: Mounts) -> list[Path]:
-        mounts.need("rclone")
+        program = str(Path(moto_server()).with_name("rclone")) if newer else "rclone"
+        mounts.need(program)
         address, at = mounts.bucket(), mounts.folder("mount")
         remote = {
             "RCLONE_CONFIG_STORE_TYPE": "s3",
@@ -255,11 +260,13 @@ def _rclone(mode: str) -> Callable[[Mounts], list[Path]]:
             "RCLONE_CONFIG": str(mounts.place / "none"),
             "RCLONE_CACHE_DIR": str(mounts.folder("cache")),
         }
-        return [mounts.serve("rclone", "mount", "store:bucket", at, "--vfs-cache-mode", mode, at=at, **remote)]
+        words = ["mount", "store:bucket", at, "--vfs-cache-mode", mode, *options]
+        return [mounts.serve(program, *words, at=at, **remote)]
 
     return mount
 
 
+RCLONE_MODES = ("off", "minimal", "writes", "full")
 KINDS: dict[str, Callable[[Mounts], list[Path]]] = {
     "ext4": _ext4,
     "XFS": _xfs,
@@ -274,7 +281,9 @@ KINDS: dict[str, Callable[[Mounts], list[Path]]] = {
     "CryFS": _cryfs,
     "GlusterFS": _glusterfs,
     "s3fs": _s3fs,
-    **{f"rclone, {mode}": _rclone(mode) for mode in ("off", "minimal", "writes", "full")},
+    **{f"rclone, {mode}": _rclone(mode) for mode in RCLONE_MODES},
+    "rclone, writes, uploads at once": _rclone("writes", "--vfs-write-back", "0s"),
+    **{f"newer rclone, {mode}": _rclone(mode, newer=True) for mode in RCLONE_MODES},
 }
 """For each file system, what mounts it: it returns the path of the mount, or two paths that lead to the same files."""
 

@@ -153,6 +153,17 @@ def test_a_file_that_is_written_in_pieces(store: Store, root: Location) -> None:
         fails(errno.EEXIST, "open", root / str(direct), lambda d=direct: store.writer(root / str(d), direct=False))
 
 
+def test_what_is_synced_is_read_while_the_file_is_open(store: Store, root: Location) -> None:
+    for direct in (False, True):
+        writer = store.writer(root / str(direct), direct=direct)
+        writer.write(b"one", 0)
+        writer.sync()
+        assert store.read_all(root / str(direct)) == b"one"
+        writer.write(b"two", 3)
+        writer.finish()
+        assert store.read_all(root / str(direct)) == b"onetwo"
+
+
 def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     store.create(root / "source", b"x" * page + b"y" * page)

@@ -221,6 +221,9 @@ class _Writer(Writer):
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
         return False
 
+    def sync(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
