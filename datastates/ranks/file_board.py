@@ -77,9 +77,10 @@ class FileBoard:
         except StorageError as error:
             if error.errno not in ABSENT:
                 raise
-            raise UnreachableError(
-                f"{self._folder} is gone: rank 0 has closed this run, or has begun another one there"
-            ) from error
+            raise self._gone() from error
+
+    def _gone(self) -> UnreachableError:
+        return UnreachableError(f"{self._folder} is gone: rank 0 has closed this run, or has begun another one there")
 
     def put(self, box: str, data: bytes) -> None:
         """Leave this rank's message and its mark."""
@@ -112,14 +113,17 @@ class FileBoard:
         mine = self._folder / f".claim-{secrets.token_hex(4)}"
         with self._writing():
             store(mine).add_folder(mine)
-            store(mine).touch(mine / str(self._rank))
+            # not a file: by the rename, rclone loses an empty one that it is still to upload
+            store(mine).add_folder(mine / str(self._rank))
             try:
                 store(mine).rename(mine, folder)  # fails if another rank's claim is there: it is not empty
             except StorageError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 remove(mine)
-        return self._marked(box)[0]
+        if not (claims := self._marked(box)):
+            raise self._gone()
+        return claims[0]
 
     def take_back(self, box: str) -> None:
         """Delete this rank's message."""
