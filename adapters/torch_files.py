@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -100,9 +100,9 @@ class _NamedTensors(StateProvider):
             raise ProviderError(str(error)) from error
 
 
-def unguarded_storages(module: torch.nn.Module) -> frozenset[int]:
-    """Addresses of a module's storages that may change outside of an optimizer's step, such as those of its buffers."""
-    parameters = changing(module, ())
+def unguarded_storages(module: torch.nn.Module, stepped: Collection[int] = ()) -> frozenset[int]:
+    """Addresses of storages that may change outside of optimizers' steps; ``stepped`` is as for :func:`changing`."""
+    parameters = changing(module, stepped)
     if parameters is None:
         parameters = frozenset(map(storages.address, module.parameters()))
     return (parameters | frozenset(map(storages.address, module.buffers()))) - {0}

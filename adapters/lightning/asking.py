@@ -31,6 +31,11 @@ def needed() -> str | None:
     return _needed_after(saves) if _runs(asked) else "a ModelCheckpoint saves outside of fit"
 
 
+def trainer() -> Any | None:
+    """The trainer that runs a stage on this thread, such as ``fit``; None if none does."""
+    return next((frame.f_locals["self"] for frame in _lightnings() if _is(frame, _RUNS)), None)
+
+
 @contextlib.contextmanager
 def closing(close: Callable[[], None]) -> Iterator[None]:
     """A context of a save. If no ``teardown()`` by Lightning will follow, ``close`` is called at its end.

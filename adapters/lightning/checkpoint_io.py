@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
 from datastates.adapters import looks, torch_loads
 from datastates.adapters.lightning import asking
-from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
+from datastates.adapters.torch_files import (
+    FileOptions,
+    FileSettings,
+    Lazy,
+    TorchFiles,
+    unguarded_storages,
+    wait_for_all,
+)
 from datastates.adapters.tried import warn_of_untried
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
@@ -23,6 +31,7 @@ from datastates.commit.pending import Pending, publish_files
 from datastates.errors import StorageError
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
+from datastates.state import arrays, storages
 from datastates.storage import location, store_of
 from datastates.storage.location import Location
 
@@ -31,16 +40,34 @@ try:
 except ImportError:
     from lightning_fabric.plugins import TorchCheckpointIO  # type: ignore[assignment]
 
-_STATE = ("state_dict", "optimizer_states")
-"""Beginning of the temporary name under which a checkpoint is written."""
 _one_at_a_time = threading.RLock()
 """A wrapper may save on a thread of its own, while checkpoints are removed on the training thread."""
 
 
-def is_state(key: str, tensor: torch.Tensor) -> bool:
-    """The default for ``lazy``: large tensors of the module and its optimizers, not of callbacks and loops."""
-    section, *path = key.split("/")
-    return section in _STATE and "param_groups" not in path and tensor.nbytes >= LARGE_RECORD
+def _guarded() -> Lazy:
+    """The default for ``lazy``: large states of optimizers, and large parameters that only an optimizer's step changes.
+
+    A ``state_dict`` may also hold buffers, averages of the weights, and parameters that other code updates.
+    """
+    trainer = asking.trainer()
+    guarded = frozenset() if trainer is None else _parameters(trainer.lightning_module, trainer.optimizers)
+
+    def is_guarded(key: str, tensor: torch.Tensor) -> bool:
+        section, *path = key.split("/")
+        if tensor.nbytes < LARGE_RECORD:
+            return False
+        if section == "state_dict":
+            return storages.address(tensor) in guarded
+        return section == "optimizer_states" and "param_groups" not in path
+
+    return is_guarded
+
+
+def _parameters(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
+    """The addresses of the storages of parameters that nothing but the optimizers is known to change."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters = (p for p in module.parameters() if arrays.kind_of(p) is not None)
+    return frozenset(map(storages.address, parameters)) - unguarded_storages(module, stepped)
 
 
 class DataStatesCheckpointIO(TorchCheckpointIO):
@@ -50,17 +77,18 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
     once it is on stable storage. A checkpoint that Lightning removes is removed once all checkpoints that were begun
     before have ended, and only if the last of them has succeeded.
 
-    Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's step waits
-    until they are captured. Everything else is copied inside ``save_checkpoint()``. A checkpoint at the address of a
-    store is saved, read and removed by Lightning's own plugin, at once.
+    Large parameters and optimizer states are captured lazily: every torch optimizer's step waits until they are
+    captured. Everything else is copied inside ``save_checkpoint()``: buffers, averages of the weights, and trainable
+    parameters that no optimizer of the trainer holds. A checkpoint at the address of a store is saved, read and removed
+    by Lightning's own plugin, at once.
     """
 
-    def __init__(self, *, lazy: Lazy = is_state, **options: Unpack[FileOptions]) -> None:
+    def __init__(self, *, lazy: Lazy | None = None, **options: Unpack[FileOptions]) -> None:
         """Take the settings; the first save allocates threads and memory.
 
         Args:
             lazy: Given the key of a tensor in Lightning's checkpoint, such as ``state_dict/layer.weight``, and the
-                tensor, whether only an optimizer step changes it.
+                tensor, whether only an optimizer step changes it. By default chosen as told above.
             **options: Fields of :class:`~datastates.adapters.torch_files.FileSettings`.
 
         Raises:
@@ -142,7 +170,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
 
         try:
             pending.begin()
-            snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy)
+            snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy or _guarded())
             self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
             self.files.then(_called(final), [course_of(snapshot)], name, final=final)
         except BaseException:
