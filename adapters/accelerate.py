@@ -18,8 +18,8 @@ from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.guarded import guarded_of, is_optimizer_state
 from datastates.adapters.stand_ins import Function, having, standing_in
-from datastates.adapters.torch_files import guarded_of, is_optimizer_state
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location

@@ -16,9 +16,10 @@ from pydantic import Field
 from datastates._base import log
 from datastates._base.workers import Work
 from datastates.adapters import looks, naming, small_files
+from datastates.adapters.guarded import guarded_of
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
-from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, guarded_of, wait_for_all
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, wait_for_all
 from datastates.commit.names import hidden
 from datastates.commit.pending import Pending
 from datastates.errors import CommitError

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -20,11 +20,11 @@ from datastates._base.tasks import Task
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work, Workers
 from datastates.adapters import looks
+from datastates.adapters.guarded import Lazy
 from datastates.commit.pending import Pending
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError
 from datastates.executor.make import make_executor, prepare
-from datastates.providers.modules.changes import changing
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
@@ -34,16 +34,13 @@ from datastates.saving.frame import Framing
 from datastates.saving.safetensors_frame import SafetensorsFraming
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.state import arrays, keys, storages
+from datastates.state import arrays, keys
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 from datastates.storage import Location
 
 _WORD = 8
 """Bytes that a fingerprint takes at once."""
-
-Lazy = Callable[[str, torch.Tensor], bool]
-"""Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
 
 
 class FileSettings(IoSettings):
@@ -98,26 +95,6 @@ class _NamedTensors(StateProvider):
             return [arrays.array_shard(keys.component(n), t, lazy=True) for n, t in self._tensors.items()]
         except TypeError as error:
             raise ProviderError(str(error)) from error
-
-
-def unguarded_storages(module: torch.nn.Module, stepped: Collection[int] = ()) -> frozenset[int]:
-    """Addresses of storages that may change outside of optimizers' steps; ``stepped`` is as for :func:`changing`."""
-    parameters = changing(module, stepped)
-    if parameters is None:
-        parameters = frozenset(map(storages.address, module.parameters()))
-    return (parameters | frozenset(map(storages.address, module.buffers()))) - {0}
-
-
-def guarded_of(modules: Sequence[torch.nn.Module]) -> Lazy:
-    """A :data:`Lazy` for the state of modules: it chooses all tensors that only an optimizer's step changes."""
-    unguarded = frozenset().union(*map(unguarded_storages, modules))
-    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in unguarded
-
-
-def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:
-    """A :data:`Lazy` for the state dicts of optimizers: a scheduler may change the values in ``param_groups``."""
-    del tensor
-    return key.startswith("state/")
 
 
 class TorchFiles:

@@ -21,8 +21,9 @@ from typing_extensions import Unpack
 
 from datastates._base import log
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.guarded import is_optimizer_state
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
-from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
+from datastates.adapters.torch_files import wait_for_all
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location

@@ -18,7 +18,8 @@ from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.save import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.torch_files import Lazy, TorchFiles, unguarded_storages
+from datastates.adapters.guarded import Lazy, unguarded_storages
+from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of

@@ -15,13 +15,12 @@ from typing_extensions import Unpack
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
 from datastates.adapters import looks, torch_loads
+from datastates.adapters.guarded import Lazy, unguarded_storages
 from datastates.adapters.lightning import asking
 from datastates.adapters.torch_files import (
     FileOptions,
     FileSettings,
-    Lazy,
     TorchFiles,
-    unguarded_storages,
     wait_for_all,
 )
 from datastates.adapters.tried import warn_of_untried
