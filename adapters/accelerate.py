@@ -111,7 +111,8 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         """Write the small files now, as accelerate does, and begin to write the large ones."""
         accelerator = self._accelerator
         modules = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
-        is_lazy = guarded_of(modules)
+        optimizers = accelerator._optimizers
+        is_lazy = guarded_of(modules, optimizers)
 
         def instead_of_save(stock: Function) -> Function:
             def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -127,10 +128,10 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             return save
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, modules, snapshots))
+            stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, is_lazy, snapshots))
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
-                stack.enter_context(self.sharded.writing_for(accelerator, folder, modules, snapshots))
+                stack.enter_context(self.sharded.writing_for(accelerator, folder, modules, optimizers, snapshots))
             # to the folder that it is given
             stack.enter_context(having(accelerator.project_configuration, "automatic_checkpoint_naming", False))
             self._stock_save(str(folder), *words, **options)

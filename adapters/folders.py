@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from pydantic import Field
 from datastates._base import log
 from datastates._base.workers import Work
 from datastates.adapters import looks, naming, small_files
-from datastates.adapters.guarded import guarded_of
+from datastates.adapters.guarded import Lazy
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, wait_for_all
@@ -182,7 +182,7 @@ class FolderCheckpoints:
         self,
         functions: Mapping[str, ModuleType],
         folder: Path,
-        modules: Sequence[torch.nn.Module],
+        lazy: Lazy,
         snapshots: list[Snapshot],
     ) -> Iterator[None]:
         """A context in which safetensors' ``save_file`` only begins to write files below a folder.
@@ -190,10 +190,9 @@ class FolderCheckpoints:
         Args:
             functions: The names that libraries call ``save_file`` by, each with the module that it is looked up in.
             folder: The folder.
-            modules: The modules whose tensors are written. Their buffers are copied.
+            lazy: Chooses the tensors that are captured while training goes on; the others are copied.
             snapshots: The list that takes the files' snapshots.
         """
-        is_lazy = guarded_of(modules)
 
         def make(stock: Function) -> Function:
             def save(
@@ -203,7 +202,7 @@ class FolderCheckpoints:
             ) -> None:
                 path = Path(filename)
                 if path.is_relative_to(folder):
-                    snapshots.append(self.files.write_tensors(tensors, path, metadata or {}, is_lazy))
+                    snapshots.append(self.files.write_tensors(tensors, path, metadata or {}, lazy))
                 else:
                     stock(tensors, filename, metadata)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,18 +14,28 @@ Lazy = Callable[[str, torch.Tensor], bool]
 """Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
 
 
-def unguarded_storages(module: torch.nn.Module, stepped: Collection[int] = ()) -> frozenset[int]:
-    """Addresses of storages that may change outside of optimizers' steps; ``stepped`` is as for :func:`changing`."""
-    parameters = changing(module, stepped)
+def unguarded_storages(module: torch.nn.Module, optimizers: Sequence[Any] = ()) -> frozenset[int]:
+    """Find the storages of a module that may change outside of an optimizer's step, such as those of its buffers.
+
+    Args:
+        module: The module.
+        optimizers: The optimizers that train it: a trainable parameter that none of them holds may change. Without
+            optimizers, parameters are taken to be in one.
+
+    Returns:
+        The addresses of the storages.
+    """
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    parameters = changing(module, {id(parameter) for group in groups for parameter in group["params"]})
     if parameters is None:
         parameters = frozenset(map(storages.address, module.parameters()))
     return (parameters | frozenset(map(storages.address, module.buffers()))) - {0}
 
 
-def guarded_of(modules: Sequence[torch.nn.Module]) -> Lazy:
-    """A :data:`Lazy` for the state of modules: it chooses all tensors that only an optimizer's step changes."""
-    unguarded = frozenset().union(*map(unguarded_storages, modules))
-    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in unguarded
+def guarded_of(modules: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Lazy:
+    """A :data:`Lazy` for the state of modules: it chooses all but :func:`unguarded_storages`."""
+    unguarded = frozenset().union(*(unguarded_storages(module, optimizers) for module in modules))
+    return lambda _, tensor: storages.address(tensor) not in unguarded
 
 
 def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:

@@ -38,18 +38,25 @@ class ShardedFolders:
 
     @contextlib.contextmanager
     def writing(
-        self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot], *, fsdp1: bool = False
+        self,
+        folder: Path,
+        modules: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        snapshots: list[Snapshot],
+        *,
+        fsdp1: bool = False,
     ) -> Iterator[None]:
         """A context in which ``torch.distributed.checkpoint`` saves to ``folder``, and to folders below it, lazily.
 
         Args:
             folder: The folder of the checkpoint.
-            modules: The models, whose buffers are copied.
+            modules: The models. What no optimizer's step guards is copied.
+            optimizers: The optimizers that train the models.
             snapshots: The list that takes the folders' snapshots.
             fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits, unless
                 it was told to ignore DTensors of the models: these and their optimizer states are live tensors.
         """
-        is_guarded = guarded_of(modules)
+        is_guarded = guarded_of(modules, optimizers)
         live = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
         owned = fsdp1 and not any(map(dtensors.is_dtensor, live))
 
@@ -74,14 +81,19 @@ class ShardedFolders:
 
     @contextlib.contextmanager
     def writing_for(
-        self, accelerator: Any, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]
+        self,
+        accelerator: Any,
+        folder: Path,
+        modules: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        snapshots: list[Snapshot],
     ) -> Iterator[None]:
         """As :meth:`writing`, for accelerate's FSDP. Shards of FSDP2, which are not copies, stay on the device."""
         config = accelerator.state.fsdp_plugin.state_dict_config
         fsdp1 = not accelerator.is_fsdp2
         with (
             having(config, "offload_to_cpu", config.offload_to_cpu and fsdp1),
-            self.writing(folder, modules, snapshots, fsdp1=fsdp1),
+            self.writing(folder, modules, optimizers, snapshots, fsdp1=fsdp1),
         ):
             yield
 

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from datastates._base import log
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.guarded import is_optimizer_state
+from datastates.adapters.guarded import guarded_of, is_optimizer_state
 from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import wait_for_all
 from datastates.adapters.tried import warn_of_untried
@@ -198,7 +198,9 @@ class TrainerCheckpoints(FolderCheckpoints):
     @contextlib.contextmanager
     def _writing(self, folder: Path, snapshots: list[Snapshot]) -> Iterator[None]:
         """A context in which the Trainer only begins to write its model and optimizer into a folder."""
-        module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        accelerator, optimizers = self._trainer.accelerator, [self._trainer.optimizer]
+        module = accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        lazy = guarded_of([module], optimizers)
         optimizer = folder / transformers.trainer.OPTIMIZER_NAME
 
         def instead_of_save(stock: Function) -> Function:
@@ -215,9 +217,9 @@ class TrainerCheckpoints(FolderCheckpoints):
             if is_stock(
                 getattr(module, "save_pretrained", transformers.Trainer._save)
             ):  # another one may look at its files
-                stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, [module], snapshots))
+                stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, lazy, snapshots))
             if self._trainer.is_fsdp_enabled:
-                stack.enter_context(self.sharded.writing_for(self._trainer.accelerator, folder, [module], snapshots))
+                stack.enter_context(self.sharded.writing_for(accelerator, folder, [module], optimizers, snapshots))
             yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,11 @@ def _guarded() -> Lazy:
 
     A ``state_dict`` may also hold buffers, averages of the weights, and parameters that other code updates.
     """
-    trainer = asking.trainer()
-    guarded = frozenset() if trainer is None else _parameters(trainer.lightning_module, trainer.optimizers)
+    trainer, guarded = asking.trainer(), frozenset[int]()
+    if trainer is not None:
+        module = trainer.lightning_module
+        parameters = (p for p in module.parameters() if arrays.kind_of(p) is not None)
+        guarded = frozenset(map(storages.address, parameters)) - unguarded_storages(module, trainer.optimizers)
 
     def is_guarded(key: str, tensor: torch.Tensor) -> bool:
         section, *path = key.split("/")
@@ -60,13 +62,6 @@ def _guarded() -> Lazy:
         return section == "optimizer_states" and "param_groups" not in path
 
     return is_guarded
-
-
-def _parameters(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
-    """The addresses of the storages of parameters that nothing but the optimizers is known to change."""
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    parameters = (p for p in module.parameters() if arrays.kind_of(p) is not None)
-    return frozenset(map(storages.address, parameters)) - unguarded_storages(module, stepped)
 
 
 class DataStatesCheckpointIO(TorchCheckpointIO):

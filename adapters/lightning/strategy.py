@@ -93,7 +93,8 @@ class StrategyCheckpoints(FolderCheckpoints):
         final = Path(os.fspath(filepath)).absolute()
 
         def write(folder: Path, snapshots: list[Snapshot]) -> None:
-            with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
+            strategy = self._strategy
+            with self.sharded.writing(folder, [strategy.model], strategy.optimizers, snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
         with asking.closing(self.close):

@@ -238,6 +238,8 @@ class Session:
 
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
-    """As ``chosen``, but False for buffers of modules, which a forward pass may change."""
-    is_guarded = guarded_of([value for value in state_dict.values() if isinstance(value, torch.nn.Module)])
+    """As ``chosen``, but False for what more than the optimizers of a state dict may change in its modules."""
+    values = state_dict.values()
+    optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    is_guarded = guarded_of([value for value in values if isinstance(value, torch.nn.Module)], optimizers)
     return lambda name, tensor: is_guarded(name, tensor) and chosen(name, tensor)

@@ -81,6 +81,18 @@ def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(training: 
     assert not torch.equal(loop.net.inner.weight, expected["inner.weight"])
 
 
+def test_parameters_that_no_optimizer_holds_are_copied(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.net.codes = torch.nn.Parameter(torch.zeros(4096, 16))
+    with held("capture", until=GATE):
+        final = loop.accelerator.save_state()
+        loop.net.codes.data[1000:1010] += 1  # as a library sets unused codes of a codebook anew, in a forward pass
+        loop.forward()
+        loop.update()
+    loop.accelerator.end_training()
+    assert not load_file(final / "model.safetensors")["codes"].any()
+
+
 def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType, tmp_path: Path) -> None:
     loop = training.Loop(tmp_path, total_limit=2)
     for number in range(4):

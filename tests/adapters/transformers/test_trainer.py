@@ -292,6 +292,24 @@ def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: Mo
 
 
 @pytest.mark.long
+def test_parameters_that_no_optimizer_holds_are_copied(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, training.EVERY + 1, save_strategy="steps")
+    made.optimizer = torch.optim.AdamW(made.model.parameters())
+    made.model.codes = torch.nn.Parameter(torch.zeros(4096, 16))
+    training.attach(made, **training.OPTIONS)
+
+    class Write(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:  # as a library does it in a forward pass
+            made.model.codes.data[1000:1010] += 1
+
+    made.add_callback(Write())
+    with held("capture", until=GATE):
+        made.train()
+    codes = load_file(tmp_path / f"checkpoint-{training.EVERY}" / "model.safetensors")["codes"]
+    assert set(codes[1000:1010].unique().tolist()) == {training.EVERY}
+
+
+@pytest.mark.long
 def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     made = training.trainer(tmp_path, 6, metric_for_best_model="worse", greater_is_better=True, **best)
