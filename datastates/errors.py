@@ -195,8 +195,9 @@ class TornSnapshotError(DatastatesError, RuntimeError):
         """Compose a message that names the tensors and the remedy."""
         shown = ", ".join(repr(k) for k in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         super().__init__(
-            f"changed between snapshot() and its capture: {shown}; call Checkpointer.gate() before what changes it "
-            "(an average or EMA, a key encoder, a forward pass that renormalizes), or have it copied at once, as by "
+            f"changed between snapshot() and its capture: {shown}; call Checkpointer.gate(), or "
+            "datastates.adapters.gate() where a framework saves, before what changes it (an average or EMA, a key "
+            "encoder, a forward pass that renormalizes), or have it copied at once, as by "
             "from_stateful(..., lazy=False) or lazy=lambda key: ... of the provider, with which the key begins"
         )
         self.keys = list(keys)

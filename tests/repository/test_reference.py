@@ -20,6 +20,7 @@ PACKAGES = (
     "datastates",
     "datastates.providers",
     "datastates.testing",
+    "datastates.adapters",
     "datastates.adapters.dcp",
     "datastates.adapters.deepspeed",
     "datastates.adapters.lightning",

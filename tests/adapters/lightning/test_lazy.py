@@ -105,3 +105,37 @@ def test_an_average_that_a_validation_swaps_with_the_weights_is_copied(
     for name, state in expected.items():
         assert all(torch.equal(found[name][key], value) for key, value in state.items()), name
     assert not torch.equal(found["state_dict"]["table.weight"], found["current_model_state"]["table.weight"])
+
+
+def test_a_callback_may_change_weights_behind_the_gate(training: ModuleType, io: Any, tmp_path: Path) -> None:
+    from datastates.adapters import gate
+
+    expected: dict[str, Any] = {}
+
+    class Swap(training.pl.Callback):  # type: ignore[misc, name-defined]
+        """Validates with other weights, as programs do that keep an average of them."""
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            waited.append(any(not snapshot.captured for snapshot in io.snapshots.values()))
+            gate()
+            for parameter in module.parameters():
+                parameter.data.neg_()
+
+        on_validation_end = on_validation_start
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            expected.update({k: v.clone() for k, v in checkpoint["state_dict"].items()})
+
+    class Module(training.Module):  # type: ignore[misc, name-defined]
+        def validation_step(self, batch: Any, index: int) -> None:
+            del batch, index
+
+    waited: list[bool] = []
+    training.quiet()
+    with held("capture", until=GATE):
+        trainer = training.trainer(tmp_path, training.BATCHES, io, Swap())
+        trainer.fit(Module(1024), training.data(), training.data())
+    (path,) = tmp_path.glob("*.ckpt")
+    assert True in waited, "the save has waited for the capture"
+    found = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
