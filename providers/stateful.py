@@ -13,8 +13,8 @@ from datastates.providers.nested.other_ranks import stored_elsewhere
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.state_dict import Stateful
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
+from datastates.providers.optimizer.named_groups import LiveNames, is_by_name
 from datastates.providers.optimizer.provider import OptimizerProvider
-from datastates.providers.optimizer.state_dict_tree import is_by_name, of_live_names, states_left_out
 from datastates.providers.wrap.replicated import ReplicatedProvider
 from datastates.state import arrays, devices, dtensors, together
 from datastates.state.dtypes import FRACTIONS
@@ -139,12 +139,11 @@ class _ObjectProvider(TreeProvider):
         return saved.ranks > 1 or dtensors.may_exist() or devices.current_device() is not None
 
     def _match_live(self, stored: object, live: object, saved: Saved) -> Match:
-        cut = of_live_names(stored, live)
-        left_out = states_left_out(stored, cut)
-        saved.report(unexpected=left_out)
+        names = LiveNames(stored, live, saved)
+        saved.report(unexpected=names.left_out, mismatched=names.mismatched)
         check_boxes(self.name, self.listed(saved), lambda: dict(leaves(live)))
-        found = pair(cut, live, saved.arrays())
-        unwanted = tuple(f"{key}/" for key in left_out)
+        found = pair(names.cut(stored), live, saved.arrays())
+        unwanted = tuple(f"{key}/" for key in names.left_out)
         kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
         # DTensors are read in place if they fit, as DCP does, and so are arrays that only other ranks saved
         into = {
@@ -159,7 +158,7 @@ class _ObjectProvider(TreeProvider):
         added = list(stored_elsewhere(found, saved))
 
         def accept(value: Any) -> None:
-            value = of_live_names(value, live)
+            value = names.cut(value)
             for path, item in added:
                 add(value, path, item)
             self._object.load_state_dict(placed_like(value, live))

@@ -10,7 +10,7 @@ from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.sameness import own_key, same
 from datastates.providers.nested.tree import Match, TreeProvider
-from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
+from datastates.providers.optimizer.named_groups import LiveNames
 from datastates.state import arrays, laziness, sharded_tensors
 from datastates.state.nested import leaves, with_items
 from datastates.state.provider import Saved
@@ -86,10 +86,10 @@ class _ContainerProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         live = self.value()
-        cut = of_live_names(stored, live)
+        names = LiveNames(stored, live, saved)
         check_boxes(self.name, self.listed(saved), lambda: dict(leaves(live)))
-        found = pair(cut, live, saved.arrays())
-        mismatched = dict(found.mismatched)
+        found = pair(names.cut(stored), live, saved.arrays())
+        mismatched = found.mismatched | names.mismatched
         if callable(self._source) and self.value() is not live:
             # each call of `source` builds new containers: a value that is put into them would be lost
             for key, stored_leaf, leaf in found.leaves:
@@ -98,14 +98,14 @@ class _ContainerProvider(TreeProvider):
                         f"a value ({type(stored_leaf).__name__}) cannot be put back into what a callable builds; "
                         "use from_stateful, PickledObjectProvider or the live containers"
                     )
-        unexpected = [*found.unexpected, *states_left_out(stored, cut)]
+        unexpected = [*found.unexpected, *names.left_out]
         saved.report(missing=found.missing, unexpected=unexpected, mismatched=mismatched)
         pairs = [(ref.key, array) for ref, array in found.pairs]
-        return Match([*pairs, *self.inside(saved)], self._accept, found.sharded)
 
-    def _accept(self, value: Any) -> None:
-        live = self.value()
-        merge(live, of_live_names(value, live))
+        def accept(value: Any) -> None:
+            merge(self.value(), names.cut(value))
+
+        return Match([*pairs, *self.inside(saved)], accept, found.sharded)
 
 
 def merge(live: Any, value: Any) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
 from datastates.state import dtensors
-from datastates.state.keys import component, join
+from datastates.state.keys import component
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
 
@@ -139,44 +139,3 @@ def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, 
                 listed.setdefault(number, {})[state] = known[key]
                 added.append((number, state))
     return ({**stored, "state": listed}, added) if added else (stored, [])
-
-
-def of_live_names(stored: Any, live: Any) -> Any:
-    """Cut a stored state dict that is keyed by parameter names down to the live parameters.
-
-    Parameters of other ranks are thus not compared. Any other value is returned as it is. So is a state dict with
-    another number of groups, or with a live parameter in another group.
-    """
-    groups, live_groups = _names(stored), _names(live)
-    if groups is None or live_groups is None or len(groups) != len(live_groups):
-        return stored
-    stored_in = {name: i for i, names in enumerate(groups) for name in names}
-    if any(stored_in.get(name, i) != i for i, names in enumerate(live_groups) for name in names):
-        return stored
-    every = {name for names in live_groups for name in names}
-    return {
-        **stored,
-        "state": {name: states for name, states in stored["state"].items() if name in every or name not in stored_in},
-        "param_groups": [
-            {**group, "params": list(names)} for group, names in zip(stored["param_groups"], live_groups, strict=True)
-        ],
-    }
-
-
-def is_by_name(value: Any) -> bool:
-    """Whether a value is a state dict of an optimizer that is keyed by parameter names."""
-    return _names(value) is not None
-
-
-def states_left_out(stored: Any, cut: Any) -> list[str]:
-    """Keys of the parameters whose states :func:`of_live_names` left out."""
-    return [] if cut is stored else [join("state", name) for name in stored["state"] if name not in cut["state"]]
-
-
-def _names(value: Any) -> list[list[str]] | None:
-    """The parameter names of each group, if an optimizer's state is keyed by names; else None."""
-    groups = groups_of(value)
-    if groups is None or not isinstance(value.get("state"), dict):
-        return None
-    names = [group["params"] for group in groups]
-    return names if all(isinstance(name, str) for group in names for name in group) else None
