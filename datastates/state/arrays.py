@@ -18,7 +18,7 @@ from datastates.state import devices, dtensors, dtypes, jax_arrays, subclasses
 from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
-from datastates.state.strides import is_dense, row_major, span
+from datastates.state.strides import have_common_elements, is_dense, row_major, span
 
 
 def kind_of(value: Any) -> str | None:
@@ -157,7 +157,7 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
     """Describe whole arrays as shards; arrays that share memory share a buffer.
 
     Views of one storage share a buffer if together they use at least half of the bytes between the first and the last.
-    Otherwise a view with many gaps is stored as a contiguous copy, without the gaps.
+    Otherwise a view with many gaps is stored as a contiguous copy, without the gaps, unless views share elements.
 
     Args:
         keys: Keys of the arrays within the provider.
@@ -245,7 +245,9 @@ def _clusters(views: list[_View], members: list[int]) -> list[list[int]]:
         end = max(end, views[i].end)
     result = []
     for cluster in clusters:
-        if _is_mostly_used([views[i] for i in cluster]):
+        held = [views[i] for i in cluster]
+        places = [(v.pointer, v.shape, v.stride) for v in held]
+        if _is_mostly_used(held) or have_common_elements(places, held[0].dtype.itemsize):
             result.append(cluster)
             continue
         for i in cluster:

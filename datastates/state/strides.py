@@ -61,3 +61,36 @@ def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
     for step, size in steps:
         places = np.unique(np.add.outer(places, step * np.arange(size)))
     return len(places) < math.prod(shape)
+
+
+class _Memory:
+    """Stands for memory that is neither read nor written, as an array of NumPy."""
+
+    def __init__(self, pointer: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> None:
+        steps = tuple(step * itemsize for step in stride)
+        kind = {"typestr": f"|V{itemsize}", "shape": tuple(shape), "strides": steps, "data": (pointer, True)}
+        self.__array_interface__ = {"version": 3, **kind}
+
+
+_MOST_PAIRS = 4096
+
+
+def have_common_elements(views: Sequence[tuple[int, Sequence[int], Sequence[int]]], itemsize: int) -> bool:
+    """Whether two strided arrays of one type have an element in common; also True if they are too many to tell.
+
+    Args:
+        views: For each array: the address of its first element, its shape, its stride.
+        itemsize: Bytes of an element.
+    """
+    views = sorted((view for view in views if 0 not in view[1]), key=lambda view: view[0])
+    ends = [pointer + span(shape, stride) * itemsize for pointer, shape, stride in views]
+    held = [np.asarray(_Memory(*view, itemsize)) for view in views]
+    pairs = 0
+    for i, end in enumerate(ends):
+        for j in range(i + 1, len(views)):
+            if views[j][0] >= end:
+                break
+            pairs += 1
+            if pairs > _MOST_PAIRS or np.shares_memory(held[i], held[j]):
+                return True
+    return False

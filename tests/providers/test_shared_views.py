@@ -204,6 +204,8 @@ PAIRS: dict[str, Callable[[torch.Tensor], Sequence[Any]]] = {
     "the same": lambda t: (t, t),
     "with a gradient": lambda t: (t, t[4:].detach()),
     "a far part": lambda t: (t, t[33:]),
+    "a common element among gaps": lambda t: (t[:1], t[:15:3]),
+    "columns among gaps": lambda t: (t.view(4, 10)[:, 1], t.view(4, 10)[:2, :2]),
 }
 
 
@@ -214,6 +216,14 @@ def test_two_views_share_memory_as_after_torch_load(pair: Any, way: Any, tmp_pat
     value = {"flat": flat, "part": part}
     restored = _portrait(way(value, tmp_path / "c"))
     assert restored == _portrait(_stock(value)) == _portrait(value)
+
+
+def test_columns_without_a_common_element_are_stored_without_what_lies_between(tmp_path: Path) -> None:
+    flat = torch.arange(20000.0).view(20, 1000)
+    value = {"one": flat[:, 1], "other": flat[:, 500]}
+    ds.snapshot([from_state_dict("s", value)], tmp_path / "c").wait_committed()
+    assert sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file()) < flat.nbytes // 2
+    assert _portrait(ds.load(tmp_path / "c")["s"]) == _portrait({key: array.clone() for key, array in value.items()})
 
 
 @pytest.mark.parametrize("way", [_as_object, _as_pickled])
