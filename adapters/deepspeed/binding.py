@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datastates.adapters import looks
+from datastates.adapters import looks, small_files
 from datastates.adapters.deepspeed import engines
 from datastates.adapters.tried import warn_of_untried
 from datastates.errors import SettingsError
@@ -44,10 +44,13 @@ def bind() -> None:
     engine.load_checkpoint = _loading(engine.load_checkpoint)
     engine._checkpoint_tag_validation = _validating(engine._checkpoint_tag_validation)
     engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
+    engine._copy_recovery_script = _copying(engine._copy_recovery_script)
     for name in ("offload_states", "reload_states"):
         # moving frees memory that may still be read
         setattr(engine, name, _after(lambda ours: ours.wait_captured(), getattr(engine, name)))
-    for name in ("create", "commit", "cleanup", "is_decoupled", "get_commit_info", "preserves_storage_sharing"):
+    for name in ("makedirs", "create", "commit", "cleanup"):
+        setattr(own, name, vars(Calls)[name])
+    for name in ("is_decoupled", "get_commit_info", "preserves_storage_sharing"):
         setattr(own, name, vars(Calls)[name])
     # its __del__ would wait, perhaps on a thread that a checkpoint needs, for that checkpoint: destroy() waits instead
     own.__del__ = lambda self: None
@@ -60,12 +63,14 @@ def _check_interface(engine: Any, own: Any) -> None:
         save_checkpoint=["save_dir", "tag", "client_state", "save_latest"],
         load_checkpoint=["load_dir", "tag"],
         _checkpoint_tag_validation=["tag"],
+        _copy_recovery_script=["save_path"],
         save_16bit_model=["save_dir"],
         offload_states=["include"],
         reload_states=[],
         _commit_decoupled_checkpoint=[],
     )
-    _check(own, create=["info"], commit=["info"], is_decoupled=[], get_commit_info=[], cleanup=[])
+    _check(own, makedirs=["path", "exist_ok"], create=["info"], commit=["info"])
+    _check(own, is_decoupled=[], get_commit_info=[], cleanup=[])
     _check(own, save=["state_dict", "path"], load=["path", "map_location"])
 
 
@@ -90,6 +95,14 @@ class Calls:
     """The methods that DeepSpeed calls. They call the :class:`~.checkpoint_engine.CheckpointEngine` beside them."""
 
     ckpt_engine: Any
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make the folder ``path``. An error is raised at the end of ``save_checkpoint()``."""
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+        except OSError as error:
+            if not self.ckpt_engine.defer(error):
+                raise
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint. ``info``: a ``CheckpointCommitInfo``."""
@@ -190,6 +203,20 @@ def _saving_16bit(original: Any) -> Any:
             raise
 
     return save_16bit_model
+
+
+def _copying(original: Any) -> Any:
+    @functools.wraps(original)
+    def _copy_recovery_script(self: Any, save_path: str) -> None:
+        ours = engine_of(self)
+        failed: list[OSError] = []
+        with small_files.collected(Path(save_path), failed):
+            original(self, save_path)
+        for error in failed:
+            if ours is None or not ours.defer(error):
+                raise error
+
+    return _copy_recovery_script
 
 
 def _validating(original: Any) -> Any:

@@ -151,8 +151,7 @@ class CheckpointEngine:
     def save(self, state_dict: dict[Any, Any], path: str) -> None:
         """Begin to write one file of the checkpoint; copies everything that is not lazy before it returns.
 
-        Within ``save_checkpoint()``, an error is raised at the end of that call: if it were raised earlier, other ranks
-        would wait for this one.
+        Within ``save_checkpoint()``, an error is raised at the end of that call.
 
         Args:
             state_dict: The contents of the file.
@@ -170,9 +169,17 @@ class CheckpointEngine:
             location.refuse_address(path)
             self._begin_file(state_dict, path)
         except Exception as error:
-            if self._context is None:
+            if not self.defer(error):
                 raise
+
+    def defer(self, error: Exception) -> bool:
+        """Within ``save_checkpoint()``, keep an error for the end of that call. Returns False outside of it.
+
+        If it were raised earlier, other ranks would wait for this one.
+        """
+        if self._context is not None:
             self._spoiled = self._spoiled or error
+        return self._context is not None
 
     def _begin_file(self, state_dict: dict[Any, Any], path: str) -> None:
         if not isinstance(state_dict, dict):
@@ -221,7 +228,7 @@ class CheckpointEngine:
     def seal(self, given_up: BaseException | None = None) -> None:
         """Note that all files of the checkpoint have been passed to :meth:`save`; the rest goes on in the background.
 
-        Raises the first error that :meth:`save` has deferred, unless ``given_up`` is given.
+        Raises the first error that :meth:`defer` has kept, unless ``given_up`` is given.
 
         Args:
             given_up: Why this rank did not pass all files. Then the checkpoint fails on all ranks.

@@ -112,6 +112,54 @@ for directory, entry in ((raising, OURS), (warning, {**OURS, "on_error": "warn"}
 
 
 @pytest.mark.long
+def test_a_disk_that_is_full_for_deepspeeds_own_files(train: Any, tmp_path: Path) -> None:
+    # rank 0 alone writes these; if it raised in the middle of the call, the others would wait for it
+    done = train(
+        2,
+        """
+root = Path(sys.argv[1])
+for on_error in ("raise", "warn"):
+    directory = root / on_error
+    trained = engine(2, {**OURS, "on_error": on_error})
+    raised = []
+
+    def save(tag):
+        steps(trained, 0, 1)
+        for call in (lambda: trained.save_checkpoint(directory, tag=tag), ours(trained).wait):
+            try:
+                call()
+            except Exception as error:
+                raised.append(str(error))
+
+    save("old")
+    script = directory / "zero_to_fp32.py"
+    together(lambda: (script.unlink(), script.symlink_to("/dev/full")))
+    save("full")
+    together(script.unlink)
+    blocked = root / f"{on_error} blocked"
+    together(lambda: blocked.write_text("a file where the folder is to be"))
+    directory, place = blocked / "ckpts", directory
+    save("nowhere")
+    directory = place
+    save("new")
+    if on_error == "warn":
+        assert not raised, raised
+        assert ours(trained).failures == 2
+    else:
+        full, nowhere = ([text for text in raised if word in text] for word in ("No space left", "ot a directory"))
+        assert full and nowhere and len(full) + len(nowhere) == len(raised), raised
+        assert all(str(directory) in text for text in full), full
+    trained.destroy()
+    dist.barrier()
+    assert latest(directory) == "new"
+    assert not list((directory / "full").glob("*.pt"))
+""",
+        tmp_path,
+    )
+    assert all("the checkpoint full has failed" in process.stderr for process in done)
+
+
+@pytest.mark.long
 def test_damaged_files(train: Any, tmp_path: Path) -> None:
     train(
         1,
