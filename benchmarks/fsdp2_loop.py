@@ -28,7 +28,7 @@ from peers import Roster, System
 from sharded import ShardedLoop
 from training import Watch
 
-SYSTEMS = ("datastates", "DCP async", "torch_checkpointing async")
+SYSTEMS = ("datastates", "datastates with device_cache", "DCP async", "torch_checkpointing async")
 PHASES = ("forward", "backward", "step")
 _SHOWN = 3
 """Iterations behind a save whose phases are told apart."""
