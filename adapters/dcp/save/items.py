@@ -24,7 +24,7 @@ from datastates.errors import CommitError, ProviderError
 from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
-from datastates.state import arrays, subclasses
+from datastates.state import arrays, dtensors, subclasses
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
 from datastates.storage import Location, store_of
@@ -47,6 +47,7 @@ class ItemsProvider(StateProvider):
         """
         super().__init__(NAME)
         names = Counter(item.index.fqn for item in plan.items)
+        live: dict[str, Any] = getattr(planner, "state_dict", None) or {}
         memory: dict[tuple[object, ...], Shard] = {}
         self._shards: list[Shard] = []
         self.indices: dict[str, MetadataIndex] = {}
@@ -68,6 +69,8 @@ class ItemsProvider(StateProvider):
                 first = memory.setdefault((buffer.device, buffer.pointer, buffer.nbytes, shard.dtype), shard)
                 if (first.shape, first.stride) != (shard.shape, shard.stride):
                     shard = _tensor_shard(key, item, data.detach().clone())
+                elif _is_of(whole := live.get(item.index.fqn), data):
+                    shard = replace(shard, source=whole)  # it has a version of its own
                 if not buffer.nbytes:  # empty tensors of different shapes must not share a record
                     shard = replace(shard, buffer=Buffer(len(self._shards) + 1, 0), buffer_offset=0)
             self._shards.append(shard)
@@ -76,6 +79,11 @@ class ItemsProvider(StateProvider):
     def shards(self) -> Sequence[Shard]:
         """The items of the plan, each as an array shard."""
         return self._shards
+
+
+def _is_of(value: object, local: torch.Tensor) -> bool:
+    """Whether a value is the DTensor of a local tensor."""
+    return dtensors.is_dtensor(value) and arrays.address(value) == arrays.address(local)
 
 
 def _is_composed(tensor: torch.Tensor) -> bool:

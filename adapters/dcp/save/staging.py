@@ -91,7 +91,7 @@ class Staged:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._streams = devices.side_streams(self._devices | {tensor.device for tensor in tensors})
-        self.course = Course(step, sum(tensor.nbytes for tensor in tensors), begin)
+        self.course = Course(step, sum(dtensors.local(tensor).nbytes for tensor in tensors), begin)
         self.course.attach(self.wait_begun, dict, lambda: NOTHING)
         if not owned:
             gate.guard(self.course, automatic=True)
@@ -104,7 +104,7 @@ class Staged:
         if isinstance(value, torch.Tensor):
             local = dtensors.local(value)
             if _is_watched(local) and (local is not value if self._owned else lazy(path, local)):
-                self._kept.append((path, local))
+                self._kept.append((path, value))  # a DTensor has a version of its own
                 return value
             self._devices.add(local.device)
             return _clone(value, local)

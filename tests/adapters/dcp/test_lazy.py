@@ -226,3 +226,60 @@ assert len(set(counts)) == 1, counts
 """,
         tmp_path / "saved",
     )
+
+
+def test_a_dtensor_that_is_changed_is_named(train: Any, tmp_path: Path) -> None:
+    """An operation on a DTensor counts in the version of the DTensor, not in that of its local tensor."""
+    train(
+        2,
+        """
+from hold import held
+from in_ranks import wait_for
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from datastates.errors import DatastatesError
+
+root = Path(sys.argv[1])
+mesh = init_device_mesh("cpu", (2,))
+changed = threading.Event()
+
+class Slow(DefaultSavePlanner):
+    def set_up_planner(self, *arguments, **options):
+        changed.wait(60)
+        super().set_up_planner(*arguments, **options)
+
+def named(snapshot):
+    try:
+        snapshot.wait_committed()
+    except DatastatesError as error:
+        assert "model.big" in str(error) and "changed between" in str(error), error
+    else:
+        raise AssertionError("another state was committed")
+
+for number, placement in enumerate((Shard(0), Replicate())):
+    tensor = distribute_tensor(torch.ones(1024, 256), mesh, [placement])
+    state = {"model": {"big": tensor.detach()}}
+    folder = root / str(number)
+
+    changed.clear()  # all of it, between the call and the plan
+    snapshot = ours.async_save(state, folder, planner=Slow())
+    tensor.mul_(2)
+    changed.set()
+    named(snapshot)
+    dist.barrier()
+
+    with held("capture"):  # one row, once the file is there
+        snapshot = ours.async_save(state, folder)
+        wait_for(lambda: [path for path in folder.rglob("*") if f"__{rank()}_" in path.name], "the file")
+        tensor[3:4].add_(1)
+    named(snapshot)
+    dist.barrier()
+
+    snapshot = ours.async_save(state, folder)
+    snapshot.wait_committed()
+    read = {"model": {"big": torch.zeros_like(tensor)}}
+    dcp.load(read, checkpoint_id=folder)
+    assert torch.equal(read["model"]["big"].to_local(), tensor.to_local())
+""",
+        tmp_path,
+    )
