@@ -36,8 +36,13 @@ class LocalLock(Lock):
         self._file = file
 
     def write(self, data: bytes) -> None:
-        """Write to the file; raises OSError."""
+        """Write to the file, and let its server have the bytes now; raises OSError.
+
+        Each close of a descriptor flushes. s3fs would else upload the file when the lock is given up: under the name
+        that it had when it was opened, whatever was renamed or removed meanwhile.
+        """
         os.write(self._file.fileno(), data)
+        os.close(os.dup(self._file.fileno()))
 
     @override
     def hold(self, *, shared: bool = False) -> bool | None:
