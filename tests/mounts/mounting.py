@@ -246,7 +246,9 @@ def _s3fs(mounts: Mounts) -> list[Path]:
     return [mounts.serve("s3fs", "bucket", at, "-f", "-o", options, at=at)]
 
 
-def _rclone(mode: str, *options: str, newer: bool = False) -> Callable[[Mounts], list[Path]]:
+def rclone(mode: str, *options: str, newer: bool = False) -> Callable[[Mounts], list[Path]]:
+    """How to mount a bucket by rclone. ``newer``: by the one beside the S3 server, not by the system's."""
+
     def mount(mounts: Mounts) -> list[Path]:
         program = str(Path(moto_server()).with_name("rclone")) if newer else "rclone"
         mounts.need(program)
@@ -281,9 +283,8 @@ KINDS: dict[str, Callable[[Mounts], list[Path]]] = {
     "CryFS": _cryfs,
     "GlusterFS": _glusterfs,
     "s3fs": _s3fs,
-    **{f"rclone, {mode}": _rclone(mode) for mode in RCLONE_MODES},
-    "rclone, writes, uploads at once": _rclone("writes", "--vfs-write-back", "0s"),
-    **{f"newer rclone, {mode}": _rclone(mode, newer=True) for mode in RCLONE_MODES},
+    **{f"rclone, {mode}": rclone(mode) for mode in RCLONE_MODES},
+    **{f"newer rclone, {mode}": rclone(mode, newer=True) for mode in RCLONE_MODES},
 }
 """For each file system, what mounts it: it returns the path of the mount, or two paths that lead to the same files."""
 
