@@ -19,17 +19,23 @@ def unguarded_storages(module: torch.nn.Module, optimizers: Sequence[Any] = ()) 
 
     Args:
         module: The module.
-        optimizers: The optimizers that train it: a trainable parameter that none of them holds may change. Without
-            optimizers, parameters are taken to be in one.
+        optimizers: The optimizers that train it: a trainable parameter that none of them holds may change. So may all
+            if an optimizer has ``train()`` and ``eval()``. Without optimizers, parameters are taken to be in one.
 
     Returns:
         The addresses of the storages.
     """
     groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
     parameters = changing(module, {id(parameter) for group in groups for parameter in group["params"]})
-    if parameters is None:
+    if parameters is None or any(map(_has_modes, optimizers)):
         parameters = frozenset(map(storages.address, module.parameters()))
     return (parameters | frozenset(map(storages.address, module.buffers()))) - {0}
+
+
+def _has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer changes parameters in ``train()`` and ``eval()``, as schedule-free ones do."""
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has both methods
+    return callable(getattr(own, "train", None)) and callable(getattr(own, "eval", None))
 
 
 def guarded_of(modules: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Lazy:

@@ -93,6 +93,36 @@ def test_parameters_that_no_optimizer_holds_are_copied(training: ModuleType, tmp
     assert not load_file(final / "model.safetensors")["codes"].any()
 
 
+class _WithModes(torch.optim.SGD):
+    """As schedule-free optimizers: for training the parameters have other values than for an evaluation."""
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            torch._foreach_neg_(group["params"])
+
+    eval = train
+
+
+def test_parameters_that_the_mode_of_an_optimizer_changes_are_copied(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.accelerator._optimizers.clear()
+    loop.optimizer = loop.accelerator.prepare(_WithModes(loop.net.parameters(), lr=0.1, momentum=0.9))
+    loop.optimizer.train()
+    loop.forward()
+    loop.optimizer.step()
+    loop.optimizer.eval()
+    expected = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
+    with held("capture", until=GATE):
+        final = loop.accelerator.save_state()
+        loop.optimizer.train()
+        loop.forward()
+        loop.optimizer.step()
+    loop.accelerator.end_training()
+    weights = load_file(final / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
 def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType, tmp_path: Path) -> None:
     loop = training.Loop(tmp_path, total_limit=2)
     for number in range(4):
