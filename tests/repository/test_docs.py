@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +23,10 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 FRAMEWORKS = ("accelerate", "deepspeed", "jax", "lightning", "megatron", "transformers")
 """Packages that a page may need and that are not always installed."""
+
+
+Benchmark = dict[str, Any]
+"""One benchmark of a file of samples."""
 
 
 def frameworks_of(page: Path) -> set[str]:
@@ -82,18 +90,37 @@ def table_below(page: Path, title: str) -> dict[str, list[str]]:
     raise AssertionError(f"{page.name} has no table below {title!r}")
 
 
+def lost(benchmark: Benchmark, system: str) -> float:
+    """Seconds of training that a save costs."""
+    plain, saving = ([sample["seconds"] for sample in benchmark["samples"][name]] for name in ("plain", system))
+    return statistics.median(saving) - statistics.median(plain)
+
+
+def rate(benchmark: Benchmark, system: str) -> float:
+    """GB/s."""
+    return statistics.median(
+        benchmark["parameters"]["bytes"] / sample["seconds"] / 1e9 for sample in benchmark["samples"][system]
+    )
+
+
 @pytest.mark.parametrize(
-    ("column", "chapter", "peers"),
+    ("column", "file", "name", "figure", "peers"),
     [
-        (0, "### Training a GPT on the GPU", ("torch_checkpointing async", "DCP async", "torch.save/load")),
-        (1, "### Durable write", ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
-        (2, "### Cold restore in place", ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
+        (0, "gpu", "training", lost, ("torch_checkpointing async", "DCP async", "torch.save/load")),
+        (1, "cpu", "write", rate, ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
+        (2, "cpu", "restore-cold", rate, ("torch_checkpointing", "DCP", "torch.save/load", "raw")),
     ],
 )
 def test_the_figures_of_the_first_page_are_those_of_the_benchmarks(
-    column: int, chapter: str, peers: tuple[str, ...]
+    column: int, file: str, name: str, figure: Callable[[Benchmark, str], float], peers: tuple[str, ...]
 ) -> None:
-    measured = table_below(ROOT / "docs" / "benchmarks.md", chapter)
+    report = json.loads((ROOT / "docs" / "benchmarks" / f"{file}.json").read_text())
     shown = [cells[column] for cells in list(table_below(ROOT / "README.md", "# datastates").values())[1:]]
-    for said, row in zip(shown, ("datastates", *peers), strict=False):
-        assert float(said.split()[0]) == float(f"{float(measured[row][0].split()[0]):.2g}"), row
+    for said, system in zip(shown, ("datastates", *peers), strict=False):
+        assert float(said.split()[0]) == float(f"{figure(report['benchmarks'][name], system):.2g}"), system
+
+
+def test_the_first_pages_say_of_which_build_the_training_was_measured() -> None:
+    date = json.loads((ROOT / "docs" / "benchmarks" / "gpu.json").read_text())["date"][:10]
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        assert f"the build of {date}" in page.read_text(), page.name
