@@ -30,12 +30,12 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(above, below, strict=False)]
 
 
-def spread(values: Sequence[float], digits: str, unit: str = "") -> str:
+def spread(values: Sequence[float], digits: str) -> str:
     """Median and range, as ``1.23 (1.20–1.30)``."""
     if not values:
         return "–"
     low, high = min(values), max(values)
-    return f"{statistics.median(values):{digits}}{unit} ({low:{digits}}–{high:{digits}})"
+    return f"{statistics.median(values):{digits}} ({low:{digits}}–{high:{digits}})"
 
 
 def medians(benchmark: Benchmark) -> str:
