@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.waiting import Flag
+from datastates.adapters.dcp.save import samples
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.executor.jobs import NOTHING
 from datastates.saving import gate
@@ -85,6 +86,7 @@ class Staged:
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(tensors)
+        self._samples = samples.take([] if owned else tensors)
         self._begun = Flag()
         self._saver: threading.Thread | None = None
         self._latest = begin + grace
@@ -149,10 +151,13 @@ class Staged:
         """Raise TornSnapshotError if the state has changed since staging, or the error for which it was given up."""
         if (error := self.course.deliver()) is not None:
             raise error  # the gate has been open since: the state may have changed
-        versions, addresses = array_versions.witness([tensor for _, tensor in self._kept])
-        changed = (versions != self._before[0]) | (addresses != self._before[1])
-        if changed.any():
-            raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
+        tensors = [tensor for _, tensor in self._kept]
+        versions, addresses = array_versions.witness(tensors)
+        changed = ((versions != self._before[0]) | (addresses != self._before[1])).nonzero()[0].tolist()
+        if not changed and not self._owned:  # memory that is still there may be read
+            changed = samples.differences(self._samples, samples.take(tensors))
+        if changed:
+            raise TornSnapshotError([self._kept[i][0] for i in changed])
 
     def give_up(self, error: BaseException) -> None:
         """Fail the snapshot and open the gate, as nobody will capture the state."""
@@ -162,7 +167,7 @@ class Staged:
 
     def _end(self) -> None:
         """Let go of the state: from now on the snapshot's own gate holds, or the snapshot has failed."""
-        self._kept, self._streams = [], []
+        self._kept, self._samples, self._streams = [], [], []
         self.state_dict = {}
         self._begun.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from datastates import _native
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
+from datastates.adapters.dcp.save import samples
 from datastates.errors import TornSnapshotError
 from states import SMALL, big, copied, files, loaded, same, step
 
@@ -126,8 +128,9 @@ def test_what_is_changed_by_hand_is_named(tmp_path: Path, way: str) -> None:
     writer.close()
 
 
-def test_what_is_changed_before_the_save_has_begun_is_named(tmp_path: Path) -> None:
-    """The change comes between staging and planning."""
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, lambda tensor: tensor.data.mul_(2)], ids=["counted", "data"])
+def test_what_is_changed_before_the_save_has_begun_is_named(tmp_path: Path, change: Any) -> None:
+    """The change comes between staging and planning. torch does not count what is done to ``.data``."""
     module, optimizer = big()
 
     class Slow(DefaultSavePlanner):
@@ -140,7 +143,7 @@ def test_what_is_changed_before_the_save_has_begun_is_named(tmp_path: Path) -> N
         writer = DataStatesStorageWriter(**SMALL)
         save = Save(way, writer, state_of(module, optimizer), tmp_path / way, planner=Slow())
         with torch.no_grad():
-            module.get_parameter("p1").zero_()
+            change(module.get_parameter("p1"))
         changed.set()
         assert isinstance(error := save.error(), TornSnapshotError)
         assert "p1" in str(error)
@@ -283,3 +286,27 @@ for number, placement in enumerate((Shard(0), Replicate())):
 """,
         tmp_path,
     )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(70_000.0),
+        torch.arange(70_000.0).view(7, 100, 100).permute(2, 0, 1),
+        torch.arange(140_000.0, dtype=torch.float64).view(200, 700)[:, ::3],
+        torch.arange(70_000.0).to(torch.complex64),
+        torch.arange(70_000.0).to(torch.float8_e4m3fn),
+        torch.ones(70_000, dtype=torch.bool),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor(5.0),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}",
+)
+def test_samples_tell_what_was_rewritten(tensor: torch.Tensor) -> None:
+    tensors = [torch.ones(9), tensor, torch.empty(0), tensor[..., :1] if tensor.ndim else tensor.clone()]
+    before = samples.take(tensors)
+    assert samples.differences(before, samples.take(tensors)) == []
+    assert max(Counter(number for numbers, _ in before for number in numbers).values()) <= 2 * samples.WORDS
+    tensor.data.zero_()
+    assert 1 in samples.differences(before, samples.take(tensors))
+    assert 0 not in samples.differences(before, samples.take(tensors))
