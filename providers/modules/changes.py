@@ -30,8 +30,7 @@ def changing(module: Any, stepped: Collection[int]) -> frozenset[int] | None:
     Returns:
         The addresses of these parameters' storages; None if all parameters may change.
     """
-    averages = loaded("torch.optim.swa_utils")
-    if averages is not None and isinstance(module, averages.AveragedModel):
+    if _is_average(module):
         return None
     parameters = list(module.parameters())
     if stepped and not any(id(parameter) in stepped for parameter in parameters):
@@ -43,13 +42,20 @@ def changing(module: Any, stepped: Collection[int]) -> frozenset[int] | None:
 
 
 def _known(module: Any) -> Iterator[Any]:
-    """The parameters that a module in a module changes, as its class tells."""
+    """The parameters that a module in a module changes, or that an average has, as its class tells."""
     torch = loaded("torch")
     for one in module.modules():
+        if _is_average(one):
+            yield from one.parameters()
         if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and one.max_norm is not None:
             yield one.weight
         if any(_updates_itself(kind) for kind in type(one).__mro__):
             yield from one.parameters()
+
+
+def _is_average(module: Any) -> bool:
+    averages = loaded("torch.optim.swa_utils")
+    return averages is not None and isinstance(module, averages.AveragedModel)
 
 
 def _updates_itself(kind: type) -> bool:

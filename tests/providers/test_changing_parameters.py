@@ -56,6 +56,16 @@ def test_a_module_that_no_optimizer_holds_is_copied() -> None:
     assert all(_lazy(kept).values())
 
 
+def test_an_average_inside_of_a_trained_module_is_copied() -> None:
+    """It is frozen, as a teacher is, and no optimizer holds it."""
+    student = nn.Linear(2, 2)
+    whole = nn.ModuleDict({"student": student, "teacher": AveragedModel(student).requires_grad_(False)})
+    optim = from_stateful("optim", torch.optim.SGD(student.parameters()))
+    found = _lazy(from_stateful("m", whole), optim)
+    parameters = {name for name, _ in whole.named_parameters()}
+    assert {name for name in parameters if found[name]} == {"student.weight", "student.bias"}
+
+
 def test_a_trainable_parameter_that_no_saved_optimizer_steps_is_copied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[2].weight.requires_grad_(False)
