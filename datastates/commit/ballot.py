@@ -260,7 +260,10 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     if len(steps) > 1:
         ranks = {step: [r for r, v in votes.items() if v.step == step] for step in sorted(steps)}
         said = ", ".join(f"step {step} on {rank_names(who)}" for step, who in ranks.items())
-        raise CommitError(f"the ranks took a snapshot of different steps: {said}")
+        raise CommitError(
+            f"the ranks took a snapshot of different steps: {said}. Their calls of snapshot() are paired in order: "
+            "after one that a rank has left out, make a new Checkpointer on all ranks"
+        )
     return b""
 
 

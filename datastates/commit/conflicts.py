@@ -8,6 +8,7 @@ import numpy as np
 
 from datastates.commit.tiling import PRIME, cover
 from datastates.container.table import Row, ShardTable
+from datastates.errors import rank_names
 
 _SHOWN = 3
 _HINT = (
@@ -30,7 +31,7 @@ def describe_conflicts(tables: Mapping[int, ShardTable]) -> str | None:
     if not found:
         return None
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    hint = _HINT if any("both hold" in text for text in found) else ""
+    hint = _HINT if any("both hold" in text or "another's copy" in text for text in found) else ""
     return "; ".join(found[:_SHOWN]) + more + hint
 
 
@@ -62,6 +63,8 @@ def _of_tensor(key: str, rows: list[tuple[int, Row]]) -> Iterator[str]:
         position, last = end, r
     if position < numel:
         until = next((begin for begin, _, _ in runs if begin > position), numel)
-        yield f"{key!r}: nobody holds elements {position} to {until} of {numel}"
+        left = [rank for rank, row in rows if not row.part.numel]
+        why = f": {rank_names(left)} left them to another's copy, which is not there" if left else ""
+        yield f"{key!r}: nobody holds elements {position} to {until} of {numel}{why}"
     elif parts:
         yield f"{key!r}: some ranks hold boxes of it and others flat ranges"
