@@ -21,7 +21,7 @@ from chapters import CHAPTERS, Chapter, Figure
 from tables import Benchmark, markdown, system_of
 
 MACHINES = {
-    "GPU machine": ("gpu", "gpu-load"),
+    "GPU machine": ("gpu", "gpu-durable", "gpu-load"),
     "Machine with two GPUs": ("gpus-2", "gpus-2-load", "gpus-2-return"),
     "Machine with four GPUs": ("gpus-4",),
     "CPU machine": (
