@@ -271,7 +271,7 @@ bench-scale: .venv/installed ## Measure and simulate 16,384 ranks; makes docs/sc
 # --- packaging ---------------------------------------------------------------------------------------------
 
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-MACHINES ?= x86_64 aarch64
+MACHINES ?= $(shell uname -m)
 
 .PHONY: wheels
 wheels: ## Build dist/*.tar.gz, and self-contained dist/*.whl for each of MACHINES and PYTHONS
