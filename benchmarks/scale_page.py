@@ -10,26 +10,26 @@ from commit_model import pauses
 from datastates.ranks.polling import slowest
 from tables import Benchmark, column, markdown, spread
 
+_WIDE = 0.3
+"""A range wider than this part of the median is shown."""
 _PAGE = """# Scale
 
 What a commit and an open cost at {ranks:,} ranks with {tensors:,} shards each. Made by `make bench-scale` from
-[`scale.json`](benchmarks/scale.json), which holds every sample; figures are medians with the range over the rounds.
+[`scale.json`](benchmarks/scale.json), which holds every sample. Figures are medians, with the range where it is wider
+than {wide:.0f} % of the median.
 
-{trial}{machine} Load of the machine when each part was begun, other work included, and rounds that there was time for:
-{loads}.
+{trial}{machine} Load of the machine when each part was begun, and its rounds: {loads}.
 
-Measured on that one machine: CPU seconds of the project's own code for one rank, for the coordinator (rank 0) with the
-votes of all ranks, and for a rank that restores, and the throughput of torch's Store over the loopback. Nobody ran
-{ranks:,} processes: how a commit takes its time is simulated out of these figures, and the network and the shared file
-system are assumptions of the model, named below.
+Measured there: CPU seconds of the project's own code for one rank, for the coordinator (rank 0) with the votes of all
+ranks, and for a rank that restores, and the throughput of torch's Store over the loopback. **Nobody ran {ranks:,}
+processes:** a commit's time is simulated out of these figures. The network and the shared file system are assumptions,
+named below.
 
-Layouts, bf16, each rank with {tensors:,} shards:
+Layouts, bf16, each rank with {tensors:,} shards, whose claims are made in columns:
 
 - FSDP: {tensors:,} tensors, each split by rows over all ranks;
 - own keys: each rank has tensors that no other has, as stages of a pipeline and experts have; hashes of keys are drawn;
 - ZeRO: {tensors:,} tensors, each flattened and split into as many ranges as there are ranks, the last one shorter.
-
-The claims of all ranks are made in columns, by the rules of one rank's table; covers are numbers that add up to 0.
 
 ## Each rank
 
@@ -42,57 +42,50 @@ there are. `token` asks nobody, once the run's name is known.
 
 {agreement}
 
-Counted with threads as ranks, in one `agree`. A rank's calls do not grow with the ranks: its vote and mark, the answer,
-taking the vote back, and the mark that it has read. A look is a question that is asked again until the answer is there:
-at first after 1 ms, then ever more seldom down to every {interval:.2g} s at {ranks:,} ranks. The coordinator's calls
-are one question about all keys, one `multi_get` for every 64 votes, the gate, and the answer and its mark; its looks
-are left out.
+Counted in one `agree` with threads as ranks. A rank's calls do not grow with the ranks. The coordinator's are one
+question about all keys, one `multi_get` for every 64 votes, the gate, the answer and its mark. Looks are left out: a
+rank asks again for the answer, at first after 1 ms, then ever more seldom down to every {interval:.2g} s at
+{ranks:,} ranks.
 
 {store}
 
-One server process, its clients threads of another one, {vote} bytes a vote, on cores that both share with whatever else
-ran: the server's CPU seconds say what it would do with a core of its own. One that is reached through {ranks:,}
+One server process, its clients threads of another, {vote} bytes a vote. A server that is reached through {ranks:,}
 connections may do worse: that was not measured.
 
 ## The coordinator
 
 {coordinator}
 
-`decode` is `Vote.decode` of all, `cover` the check that parts tile tensors, `catalog` `encode_catalog`, `manifest` the
-making and encoding of `manifest.json`. Memory is the largest resident set less that before there were votes: the votes
-as they came, decoded, and all that is made of them; the Store's server, in the same process most often, holds the votes
-once more.
+`decode` is of all votes, `cover` the check that parts tile tensors, `manifest` the making and encoding of
+`manifest.json`. Memory is what the resident set grew by at most: the votes as they came, decoded, and all that is made
+of them. The Store's server, most often in the same process, holds the votes once more.
 
 ## A rank that restores
 
 {restore}
 
 For all {tensors:,} tensors of one rank: `find`, `holders`, and the identity of each container that is to be opened. A
-block is {block:,} bytes; files were in the page cache. Each block is one read.
+block is {block:,} bytes, and one read; files were in the page cache.
 
-`manifest.json` is the one file that grows with the ranks and that is parsed as a whole: {manifest_bytes:,.0f} bytes in
-{manifest_ms:.0f} ms. The coordinator alone reads it; all ranks would read {manifest_total:.1f} GB together. What others
-need of it, the step, the attempt and the catalog's entry, fits into some {needed} bytes, and is told
-by the Store. The length and the index checksum of each container are in the catalog as well.
+`manifest.json` grows with the ranks and is parsed as a whole: {manifest_bytes:,.0f} bytes in {manifest_ms:.0f} ms. The
+coordinator alone reads it; all ranks would read {manifest_total:.1f} GB together. The Store tells the others what they
+need of it, some {needed} bytes.
 
 ## A commit in simulated time
 
-A discrete model, `benchmarks/commit_model.py`, follows the messages of one `agree`:
+`benchmarks/commit_model.py` follows the messages of one `agree`. Ranks persist at moments spread evenly over
+{skew:g} s; times count from the last one. Each call takes the latency of its row there and back.
 
-- ranks persist at moments spread evenly over {skew:g} s; times below count from the last one;
-- a call takes the latency to the server, waits for those that came before, is served, and takes the latency back;
-- the server is busy {request:.0f} µs a request (its CPU, measured), {key:.2f} µs more for each key of a question
-  about many (measured), and 1 ns for a byte, that is 1 GB/s (assumed);
-- the coordinator decides in the CPU seconds that were measured for as many ranks of FSDP, and in addition asks the file
-  system for each container's length, {metadata:.1f} ms each time (assumed), {at_once} at a time, and writes catalog and
-  manifest at {storage:g} GB/s (assumed);
-- ranks pause between looks as `polling.until` does;
-- left out is what the coordinator's own process takes to receive votes: the last table has it at the measured rate.
+- Measured: the server is busy {request:.0f} µs a request and {key:.2f} µs for each key of a question about many; the
+  coordinator's CPU seconds, for FSDP.
+- Assumed: the server's 1 GB/s; {metadata:.1f} ms to ask the file system for a container's length, {at_once} at a time;
+  {storage:g} GB/s to write catalog and manifest.
+- Left out: what the coordinator's own process takes to receive votes. The last table has it at the measured rate.
 
 {commit}
 
-`heard`: the coordinator has all votes in memory. `decided` is what it then takes; `committed` is the moment at which
-the checkpoint stands; `last knows`: every rank has been told.
+`heard`: the coordinator has all votes in memory. `decided` is what it then takes. `committed`: the checkpoint stands.
+`last knows`: every rank has been told.
 
 ## Limits
 
@@ -102,8 +95,8 @@ What ends first, as ranks grow, and what to do then:
 | --- | --- | --- | --- |
 {limits}
 
-Two costs stay O(ranks) whatever is done here, on rank 0 and its Store only: one vote and one mark for each rank, and
-one entry for each in the manifest.
+Two costs grow with the ranks whatever is done here, on rank 0 and its Store only: one vote and one mark for each rank,
+and one entry for each in the manifest.
 """
 
 
@@ -125,6 +118,7 @@ def page(report: dict[str, Any], machine: str) -> str:
         rank=_table(rank, _RANK),
         agreement=_table(benchmarks["agreement"], _AGREEMENT),
         interval=slowest(ranks),
+        wide=100 * _WIDE,
         store=_store(store),
         vote=f"{store['parameters']['vote']:,}",
         coordinator=_table(benchmarks["coordinator"], _COORDINATOR),
@@ -215,9 +209,9 @@ def _table(benchmark: Benchmark, figures: Sequence[_Figure], skip: Sequence[str]
 
 
 def _cell(values: list[float], digits: str) -> str:
-    shown = spread(values, digits)
-    middle = f"{statistics.median(values):{digits}}"
-    return middle if shown == f"{middle} ({middle}–{middle})" else shown
+    shown, middle = spread(values, digits), f"{statistics.median(values):{digits}}"
+    wide = max(values) - min(values) > _WIDE * statistics.median(values)
+    return shown if wide and shown != f"{middle} ({middle}–{middle})" else middle
 
 
 def _store(store: Benchmark) -> str:
