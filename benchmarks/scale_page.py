@@ -169,21 +169,17 @@ _AGREEMENT: tuple[_Figure, ...] = (
     ("calls of the coordinator", _of("coordinator_calls"), ".0f"),
 )
 _COORDINATOR: tuple[_Figure, ...] = (
-    ("votes, MB", _of("vote_bytes", 1e-6), ".1f"),
     ("decode, s", _of("decode"), ".3f"),
     ("cover, ms", _of("cover", 1e3), ".2f"),
     ("catalog, s", _of("catalog"), ".3f"),
     ("catalog, MB", _of("catalog_bytes", 1e-6), ".1f"),
     ("manifest, ms", _of("manifest", 1e3), ".1f"),
-    ("manifest, kB", _of("manifest_bytes", 1e-3), ".1f"),
     ("memory, MiB", _of("memory", 2**-20), ",.0f"),
 )
 _RESTORE: tuple[_Figure, ...] = (
-    ("catalog, MB", _of("catalog_bytes", 1e-6), ".1f"),
     ("head, kB", _of("head_bytes", 1e-3), ".1f"),
     ("open, ms", _of("open", 1e3), ".2f"),
     ("look-ups, ms", _of("seconds", 1e3), ".1f"),
-    ("blocks", _of("blocks"), ",.0f"),
     ("MB read", _of("bytes", 1e-6), ".1f"),
     ("containers", _of("containers"), ",.0f"),
 )
@@ -256,7 +252,7 @@ def _limits(benchmarks: dict[str, Benchmark], ranks: int) -> list[list[str]]:
             "open files at the Store's server",
             "two connections for each rank, torch's and ours",
             f"{2 * ranks:,}; a limit of 1,024 ends at 512 ranks, one of 65,536 at 32,768",
-            "raise the limit of rank 0's process or the launcher's; `StoreBoard` over one connection for each host",
+            "raise rank 0's limit or the launcher's; one connection for each host",
         ],
         [
             "requests when all begin to wait",
@@ -274,19 +270,19 @@ def _limits(benchmarks: dict[str, Benchmark], ranks: int) -> list[list[str]]:
             "votes through one server",
             f"{votes / ranks:,.0f} bytes a rank",
             f"{votes / 1e6:.0f} MB, {votes / read:.1f} s to read at the measured {read / 1e6:.0f} MB/s",
-            "read votes while others are awaited; tell of a structure that has not changed only a hash and the digests",
+            "read votes while others are awaited; tell only a hash and digests of a known structure",
         ],
         [
             "memory of the coordinator",
             f"up to {memory / votes:.1f} times the votes",
             f"{memory / 2**30:.1f} GiB; 16 GiB at {int(ranks * 16 * 2**30 / memory):,} ranks",
-            "decode votes as views of what was received; one coordinator for each group of ranks",
+            "decode votes in place; one coordinator for each group of ranks",
         ],
         [
             "`manifest.json`, read by the coordinator",
             f"{manifest / ranks:.0f} bytes a rank",
             f"{manifest / 1e6:.1f} MB",
-            "leave the containers to the catalog, which has them, too",
+            "leave the containers to the catalog",
         ],
         [
             "head of the catalog",
@@ -296,8 +292,8 @@ def _limits(benchmarks: dict[str, Benchmark], ranks: int) -> list[list[str]]:
         ],
         [
             "tensors split by columns over all ranks",
-            "parts of all ranks reach over the whole tensor: every rank is a holder",
+            "every rank is a holder",
             f"{ranks:,} containers to open",
-            "split by rows first, as two-dimensional meshes do: then only ranks of one row are holders",
+            "split by rows first, as two-dimensional meshes do",
         ],
     ]
