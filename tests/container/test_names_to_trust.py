@@ -17,6 +17,8 @@ from datastates.container import pickle_reader
 from datastates.errors import TrustError
 from datastates.providers import from_state_dict
 
+pytestmark = pytest.mark.usefixtures("nothing_declared")
+
 STATE = {"a": SimpleNamespace(n=1), "b": [argparse.Namespace(w=SimpleNamespace())], "c": print}
 NAMES = ("types.SimpleNamespace", "argparse.Namespace", "builtins.print")
 

@@ -128,6 +128,7 @@ def test_a_selection(tmp_path: Path) -> None:
     assert "m/0.weight" in result.left_out_keys
 
 
+@pytest.mark.usefixtures("nothing_declared")
 def test_what_is_not_trusted_is_named_before_anything_changes(tmp_path: Path) -> None:
     _nested(_model(1), tmp_path / "s.pt")
     live, before = _model(3), _parts(_model(3).state_dict())

@@ -206,6 +206,7 @@ def test_torchs_store_does_not_grow_with_each_folder(train: Any, tmp_path: Path)
     train(
         2,
         """
+from in_ranks import wait_for
 
 root = Path(sys.argv[1])
 store = dist.distributed_c10d._get_default_store()
