@@ -129,6 +129,7 @@ def test_work_is_made_coarse_by_the_thread_that_ends_the_snapshot_alone(tmp_path
     assert (calls, len(trace._kept)) == ([], 0)
     course.detach({}, NOTHING)
     other.fail(OSError("before a job was made"))
+    other.deliver()
     trace.add_snapshot(other)
     assert (calls, [kept.name for kept in trace._kept]) == ([], ["snapshot 0", "snapshot 1 failed"])
 
