@@ -53,7 +53,7 @@ def locals_of(content):
 update()
 expected, snapshots = locals_of(content()), []
 folders = ShardedFolders(FolderSettings.of({}))
-with folders.writing(root, [model], snapshots, fsdp1=True), held("capture", until=GATE):
+with folders.writing(root, [model], [optimizer], snapshots, fsdp1=True), held("capture", until=GATE):
     dcp.save(content(), checkpoint_id=root / "saved")
     update()
 snapshots[0].wait_committed()
