@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,10 +74,13 @@ class _Memory:
 
 
 _MOST_PAIRS = 4096
+"""Most pairs of arrays that are compared."""
+_MOST_WORK: Any = 100_000  # NumPy's stubs know two values only
+"""Most work of NumPy's solver on one pair: the exact answer may take for ever."""
 
 
 def have_common_elements(views: Sequence[tuple[int, Sequence[int], Sequence[int]]], itemsize: int) -> bool:
-    """Whether two strided arrays of one type have an element in common; also True if they are too many to tell.
+    """Whether two strided arrays of one type have an element in common; also True if that takes too long to tell.
 
     Args:
         views: For each array: the address of its first element, its shape, its stride.
@@ -91,6 +95,13 @@ def have_common_elements(views: Sequence[tuple[int, Sequence[int], Sequence[int]
             if views[j][0] >= end:
                 break
             pairs += 1
-            if pairs > _MOST_PAIRS or np.shares_memory(held[i], held[j]):
+            if pairs > _MOST_PAIRS or _share(held[i], held[j]):
                 return True
     return False
+
+
+def _share(one: Any, other: Any) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
