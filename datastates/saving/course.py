@@ -224,10 +224,7 @@ class Course:
     def detach(self, figures: dict[str, Any], native: Recorded) -> None:
         """Keep the last figures and spans, and drop the functions, which hold the training state."""
         self.attach(lambda: None, lambda: figures, lambda: native)
-        self._work = self._coarse(native)
-
-    def _coarse(self, native: Recorded) -> Recorded:
-        return native.coarse((time.monotonic() - self.begin) / FINEST)
+        self._work = native.coarse((time.monotonic() - self.begin) / FINEST)
 
 
 def wait_ended(courses: Iterable[Course]) -> None:
