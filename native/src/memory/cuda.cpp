@@ -181,12 +181,16 @@ bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known)
     const DevicePointer end = pointer + bytes;
     for (DevicePointer at = pointer; at < end; at = (at / kGranule + 1) * kGranule) {
         if (at / kGranule == known) continue;
-        unsigned type = 0;
-        if (driver().pointer_get_attribute(&type, kMemoryType, at) != kSuccess) return false;
-        int mapped = 1;
-        // Drivers that do not know this attribute map memory as long as it is allocated.
+        int mapped = 0;
         const Result result = driver().pointer_get_attribute(&mapped, kMapped, at);
-        if (result == kSuccess && mapped == 0) return false;
+        if (result == kSuccess) {
+            if (mapped == 0) return false;
+        } else {
+            // Nothing is allocated here, or the driver does not know this attribute: then memory is
+            // mapped as long as it is allocated.
+            unsigned type = 0;
+            if (driver().pointer_get_attribute(&type, kMemoryType, at) != kSuccess) return false;
+        }
         known = at / kGranule;
     }
     return true;
