@@ -184,9 +184,13 @@ def _print(found: dict[str, Any]) -> None:
     samples = found["samples"]
     print(f"{found['ranks']} ranks, {found['bytes']:,} bytes; medians in ms, of the slowest rank")
     usual = statistics.median(max(rank["seconds"] for rank in ranks) for ranks in samples["plain"])
-    phases = [[p for ranks in samples["plain"] for rank in ranks for p in rank["phases"][1:]]][0]
-    base = [statistics.median(column) for column in zip(*phases, strict=True)]
-    print("plain: period", round(usual, 1), dict(zip(PHASES, (round(ms, 2) for ms in base), strict=True)))
+    usual_phases = _first_phases(samples["plain"])
+    print(
+        "plain: period",
+        round(usual, 1),
+        *(f"iteration {n}: {_named(ms)}" for n, ms in enumerate(usual_phases)),
+        sep="\n   ",
+    )
     for name, rows in samples.items():
         if name == "plain" or not isinstance(rows[0], list):
             continue
@@ -195,15 +199,27 @@ def _print(found: dict[str, Any]) -> None:
         )
         rate = found["bytes"] / statistics.median(durable) / 1e6
         print(f"{name}: call {_list(calls)}, lost {_list([ms - usual for ms in lost])}, {rate:.2f} GB/s until durable")
-        for number in range(_SHOWN):
-            more = [
-                statistics.median(max(rank["phases"][number][phase] for rank in ranks) for ranks in rows) - base[phase]
-                for phase in range(len(PHASES))
-            ]
-            print(f"   iteration {number}:", dict(zip(PHASES, (round(ms, 2) for ms in more), strict=True)), "more")
+        for number, (found_ms, usual_ms) in enumerate(zip(_first_phases(rows), usual_phases, strict=True)):
+            more = [ms - before for ms, before in zip(found_ms, usual_ms, strict=True)]
+            print(f"   iteration {number}: {_named(more)} more")
     for name in ("all-reduce", "all-reduce beside a save"):
         if name in samples:
             print(name, _list(samples[name]))
+
+
+def _first_phases(rows: list[list[Sample]]) -> list[list[float]]:
+    """The milliseconds of the phases of the first iterations: the slowest rank's, the median of the rounds."""
+    return [
+        [
+            statistics.median(max(rank["phases"][number][phase] for rank in ranks) for ranks in rows)
+            for phase in range(len(PHASES))
+        ]
+        for number in range(_SHOWN)
+    ]
+
+
+def _named(phases: list[float]) -> str:
+    return ", ".join(f"{name} {ms:.1f}" for name, ms in zip(PHASES, phases, strict=True))
 
 
 def _list(values: list[float]) -> str:
