@@ -184,6 +184,37 @@ TEST(torn_sources_are_named) {
     }
 }
 
+TEST(one_changed_byte_of_a_small_state_is_noticed) {
+    std::mt19937_64 random(16);
+    for (const support::Setup& setup : support::setups()) {
+        for (const std::size_t nbytes : {std::size_t{70001}, std::size_t{15} << 20}) {
+            const support::TempDir dir(setup);
+            const support::FaultScope scope;
+            const auto executor = support::make_executor(setup, 1, kBlock);
+            WriteCase written = WriteCase::make(
+                {support::random_bytes(random, 500000), support::random_bytes(random, nbytes)},
+                {0, 0}, kBlock, 4096, random);
+            auto buffers = written.buffers();
+            buffers.witness = {1, 1};
+            for (const bool changes : {false, true}) {
+                fault::arm("write", "delay", support::kHeld, 1, 1);
+                const auto job = executor->submit_write(dir / (changes ? "changed" : "same"),
+                                                        written.plan, buffers);
+                // The first write holds the only block, so the last extent is not captured yet.
+                if (changes) {
+                    std::byte& byte = written.sources[1][20000];  // in no sampled word
+                    std::atomic_ref(byte).store(~byte, std::memory_order_relaxed);
+                }
+                CHECK(!job->captured());
+                fault::clear();
+                CHECK(job->wait_captured());
+                CHECK(job->torn() == (changes ? std::vector<int>{1} : std::vector<int>{}));
+                job->finish({});
+            }
+        }
+    }
+}
+
 TEST(gate_and_waits_time_out) {
     std::mt19937_64 random(7);
     const support::TempDir dir;

@@ -27,28 +27,27 @@ std::uint64_t defined(const support::Bytes& data) {
     return sum;
 }
 
-}  // namespace
-
-TEST(small_ranges_are_summed_word_by_word) {
-    std::mt19937_64 random(4);
-    for (std::size_t size = 0; size <= fingerprint::kFew; ++size) {
-        const auto data = support::random_bytes(random, size);
-        CHECK_EQ(fingerprint::of(data.data(), size), defined(data));
-    }
+std::uint64_t sampled(const std::vector<std::byte>& data) {
+    return fingerprint::of_piece(fingerprint::Words::samples, data.size(), 0, data.data(),
+                                 data.size());
 }
 
-TEST(pieces_add_up) {
+}  // namespace
+
+TEST(samples_of_pieces_add_up) {
     std::mt19937_64 random(1);
     for (int round = 0; round < 500; ++round) {
-        const std::size_t size = random() % (round % 2 == 0 ? 6000 : 100000);
+        const std::size_t size =
+            fingerprint::kFew + 1 + (random() % (round % 2 == 0 ? 2000 : 100000));
         const auto data = support::random_bytes(random, size);
         std::uint64_t sum = 0;
         for (std::size_t at = 0; at < size;) {
             const std::size_t take = std::min<std::size_t>(8 * (1 + (random() % 300)), size - at);
-            sum += fingerprint::of_piece(size, at, data.data() + at, take);
+            sum += fingerprint::of_piece(fingerprint::Words::samples, size, at, data.data() + at,
+                                         take);
             at += take;
         }
-        CHECK_EQ(sum, fingerprint::of(data.data(), size));
+        CHECK_EQ(sum, sampled(data));
     }
 }
 
@@ -61,7 +60,7 @@ TEST(a_whole_fingerprint_is_over_all_words_and_its_pieces_add_up) {
         std::uint64_t sum = 0;
         for (std::size_t at = 0; at < size;) {
             const std::size_t take = std::min<std::size_t>(8 * (1 + (random() % 300)), size - at);
-            sum += fingerprint::whole(at / 8, data.data() + at, take);
+            sum += fingerprint::of_piece(fingerprint::Words::all, size, at, data.data() + at, take);
             at += take;
         }
         CHECK_EQ(sum, defined(data));
@@ -96,28 +95,15 @@ TEST(words_that_change_alike_do_not_cancel_out) {
     }
 }
 
-TEST(sees_every_byte_of_small_ranges) {
-    std::mt19937_64 random(2);
-    for (const std::size_t size : {1, 7, 8, 9, 100, 256, 4095, 4096}) {
-        auto data = support::random_bytes(random, size);
-        const auto before = fingerprint::of(data.data(), size);
-        for (auto& byte : data) {
-            byte ^= std::byte{1};
-            CHECK(fingerprint::of(data.data(), size) != before);
-            byte ^= std::byte{1};
-        }
-    }
-}
-
 TEST(samples_32_words_of_large_ranges) {
     std::mt19937_64 random(3);
     const std::size_t size = 8192;
     auto data = support::random_bytes(random, size);
-    const auto before = fingerprint::of(data.data(), size);
+    const auto before = sampled(data);
     std::set<std::size_t> seen;
     for (std::size_t i = 0; i < size; ++i) {
         data[i] ^= std::byte{1};
-        if (fingerprint::of(data.data(), size) != before) seen.insert(i / 8);
+        if (sampled(data) != before) seen.insert(i / 8);
         data[i] ^= std::byte{1};
     }
     CHECK_EQ(seen.size(), 32U);
@@ -127,17 +113,20 @@ TEST(samples_32_words_of_large_ranges) {
 TEST(depends_on_the_position) {
     std::vector<std::byte> data(16);
     data[0] = std::byte{1};
-    const auto first = fingerprint::of(data.data(), 16);
+    const auto first = fingerprint::whole(0, data.data(), 16);
     std::swap(data[0], data[8]);
-    CHECK(fingerprint::of(data.data(), 16) != first);
+    CHECK(fingerprint::whole(0, data.data(), 16) != first);
 }
 
 TEST(empty_is_zero_and_cut_words_are_refused) {
     const std::vector<std::byte> data(32);
-    CHECK_EQ(fingerprint::of(data.data(), 0), 0U);
-    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 4, data.data(), 8));
-    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 8, data.data(), 4));
-    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 24, data.data(), 16));
+    CHECK_EQ(fingerprint::whole(0, data.data(), 0), 0U);
+    const auto of_piece = [&](std::uint64_t offset, std::uint64_t length) {
+        return fingerprint::of_piece(fingerprint::Words::all, 32, offset, data.data(), length);
+    };
+    CHECK_THROWS(ErrorCode::invalid, of_piece(4, 8));
+    CHECK_THROWS(ErrorCode::invalid, of_piece(8, 4));
+    CHECK_THROWS(ErrorCode::invalid, of_piece(24, 16));
 }
 
 TEST(of_large_ranges_the_sampled_words_suffice) {
@@ -151,7 +140,7 @@ TEST(of_large_ranges_the_sampled_words_suffice) {
                 std::min<std::ptrdiff_t>(8, static_cast<std::ptrdiff_t>(size) - offset);
             samples.insert(samples.end(), data.begin() + offset, data.begin() + offset + bytes);
         }
-        CHECK_EQ(fingerprint::of_samples(size, samples.data()), fingerprint::of(data.data(), size));
+        CHECK_EQ(fingerprint::of_samples(size, samples.data()), sampled(data));
     }
 }
 

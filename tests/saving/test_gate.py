@@ -212,6 +212,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda t: t.add_(1),
     ".data": lambda t: t.data.add_(1),
     ".data by index": lambda t: t.data.__setitem__(slice(None), 5),
+    ".data, one element": lambda t: t.data.__setitem__(100_001, 5),
     "numpy": lambda t: t.numpy().fill(5),
     "inference mode": lambda t: torch.inference_mode()(t.add_)(1),
     "detached": lambda t: t.detach().mul_(3),

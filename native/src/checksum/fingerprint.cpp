@@ -271,10 +271,6 @@ std::uint64_t whole(std::uint64_t position, const std::byte* data, std::uint64_t
     return left == 0 ? sum : sum + mix(position + words, load(data + (words * kWord), left));
 }
 
-std::uint64_t of(const std::byte* data, std::uint64_t nbytes) {
-    return of_piece(nbytes, 0, data, nbytes);
-}
-
 std::uint64_t sample_offset(std::uint64_t nbytes, std::uint64_t i) {
     return position_of(i, ((nbytes + kWord - 1) / kWord) - 1) * kWord;
 }
@@ -301,33 +297,25 @@ void prefetch(const std::byte* data, std::uint64_t nbytes) {
     }
 }
 
-std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::byte* piece,
-                       std::uint64_t length) {
+std::uint64_t of_piece(Words words, std::uint64_t nbytes, std::uint64_t offset,
+                       const std::byte* piece, std::uint64_t length) {
     if (offset > nbytes || length > nbytes - offset || offset % kWord != 0 ||
         (length % kWord != 0 && offset + length != nbytes)) {
         throw Error::invalid("piece [" + std::to_string(offset) + ", +" + std::to_string(length) +
                              ") of " + std::to_string(nbytes) + " bytes cuts a word of 8 bytes");
     }
-    const std::uint64_t words = (nbytes + kWord - 1) / kWord;
     const std::uint64_t first = offset / kWord;
+    if (words == Words::all) return whole(first, piece, length);
     const std::uint64_t end = (offset + length + kWord - 1) / kWord;
-    const auto add = [&](std::uint64_t position) {
-        const std::uint64_t at = (position * kWord) - offset;
-        return mix(position, load(piece + at, length - at));
-    };
+    const std::uint64_t last = ((nbytes + kWord - 1) / kWord) - 1;
     std::uint64_t sum = 0;
-    if (nbytes <= kFew) {
-        const std::uint64_t whole = length / kWord;
-        sum = sum_run(first, piece, whole);
-        return first + whole < end ? sum + add(end - 1) : sum;
-    }
-    const std::uint64_t last = words - 1;
     // The first sample that is not before `first`.
     std::uint64_t i = first == 0 ? 0 : ((first * (kSamples - 1)) + last - 1) / last;
     for (; i < kSamples; ++i) {
         const std::uint64_t position = position_of(i, last);
         if (position >= end) break;
-        sum += add(position);
+        const std::uint64_t at = (position * kWord) - offset;
+        sum += mix(position, load(piece + at, length - at));
     }
     return sum;
 }

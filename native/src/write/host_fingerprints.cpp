@@ -10,18 +10,27 @@ void HostFingerprints::add(std::size_t source) {
     const std::uint64_t first = job_.plan().first_word(source);
     const std::byte* const memory = job_.buffers().host(source) + first;
     const std::uint64_t nbytes = job_.plan().source_nbytes(source) - first;
-    fingerprint::prefetch(memory, nbytes);
-    if (used_ + std::min(nbytes, fingerprint::kFew) > GuardedCopies::kGathered) finish();
     const auto read = [&](std::uint64_t offset, std::uint64_t bytes) {
         reads_.emplace_back(memory + offset, bytes);
         readers_.push_back(source);
         used_ += bytes;
     };
-    sampled_.push_back({.source = source, .nbytes = nbytes, .at = used_});
-    if (nbytes <= fingerprint::kFew) {
-        read(0, nbytes);
+    const auto add_part = [&](Part part, std::uint64_t needed) {
+        if (used_ + needed > GuardedCopies::kGathered) finish();
+        part.at = used_;
+        parts_.push_back(part);
+    };
+    if (job_.witness().words(source) == fingerprint::Words::all) {
+        for (std::uint64_t at = 0; at < nbytes; at += GuardedCopies::kGathered) {
+            const std::uint64_t length = std::min(GuardedCopies::kGathered, nbytes - at);
+            add_part({.source = source, .nbytes = nbytes, .offset = at, .length = length}, length);
+            read(at, length);
+        }
         return;
     }
+    fingerprint::prefetch(memory, nbytes);
+    add_part({.source = source, .nbytes = nbytes, .offset = 0, .length = 0},
+             fingerprint::kSamples * fingerprint::kWord);
     for (std::uint64_t i = 0; i < fingerprint::kSamples; ++i) {
         const std::uint64_t offset = fingerprint::sample_offset(nbytes, i);
         read(offset, std::min(fingerprint::kWord, nbytes - offset));
@@ -29,16 +38,17 @@ void HostFingerprints::add(std::size_t source) {
 }
 
 void HostFingerprints::finish() {
-    if (sampled_.empty()) return;
+    if (parts_.empty()) return;
     Witness& witness = job_.witness();
     const std::byte* const data = copies_.gather(
         reads_, [&](std::size_t i) { witness.lose(static_cast<std::int32_t>(readers_[i])); });
-    for (const auto& [source, nbytes, at] : sampled_) {
-        witness.set_before(source, nbytes <= fingerprint::kFew
-                                       ? fingerprint::of(data + at, nbytes)
-                                       : fingerprint::of_samples(nbytes, data + at));
+    for (const Part& part : parts_) {
+        witness.add_before(part.source, part.length == 0
+                                            ? fingerprint::of_samples(part.nbytes, data + part.at)
+                                            : fingerprint::whole(part.offset / fingerprint::kWord,
+                                                                 data + part.at, part.length));
     }
-    sampled_.clear();
+    parts_.clear();
     reads_.clear();
     readers_.clear();
     used_ = 0;

@@ -2,13 +2,23 @@
 
 #include <algorithm>
 
-#include "datastates/checksum/fingerprint.hpp"
-
 namespace datastates {
+namespace {
+
+std::uint64_t witnessed_in_host_memory(const WritePlan& plan, const Buffers& buffers) {
+    std::uint64_t nbytes = 0;
+    for (std::size_t i = 0; i < buffers.witness.size(); ++i) {
+        if (buffers.witness[i] != 0 && buffers.device[i] < 0) nbytes += plan.source_nbytes(i);
+    }
+    return nbytes;
+}
+
+}  // namespace
 
 Witness::Witness(const WritePlan& plan, const Buffers& buffers)
     : plan_(plan),
       buffers_(buffers),
+      few_(witnessed_in_host_memory(plan, buffers) <= kFewAltogether),
       before_(plan.sources(), 0),
       after_(plan.sources()),
       lost_(plan.sources()) {}
@@ -19,7 +29,7 @@ void Witness::add(const WritePlan::Piece& piece, const std::byte* data) {
     const std::uint64_t first = plan_.first_word(source);
     const std::uint64_t before =
         std::min(first - std::min(first, piece.source_offset), piece.length);
-    after_[source] += fingerprint::of_piece(plan_.source_nbytes(source) - first,
+    after_[source] += fingerprint::of_piece(words(source), plan_.source_nbytes(source) - first,
                                             piece.source_offset + before - first, data + before,
                                             piece.length - before);
 }

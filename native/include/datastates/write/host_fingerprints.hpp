@@ -21,15 +21,18 @@ class HostFingerprints {
     void finish();
 
   private:
-    struct Sampled {
+    /// Gathered bytes: a stretch of a source, or, with length 0, its samples.
+    struct Part {
         std::size_t source;
-        std::uint64_t nbytes;
-        std::size_t at;  // offset in the gathered bytes
+        std::uint64_t nbytes;  // of the source
+        std::uint64_t offset;
+        std::uint64_t length;
+        std::size_t at = 0;  // in the gathered bytes
     };
 
     WriteState& job_;
     GuardedCopies copies_;
-    std::vector<Sampled> sampled_;
+    std::vector<Part> parts_;
     std::vector<std::span<const std::byte>> reads_;
     std::vector<std::size_t> readers_;  // the source of each read
     std::size_t used_ = 0;
