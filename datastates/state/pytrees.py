@@ -97,7 +97,7 @@ class _Ties:
         self._tree_util = tree_util
         self._leaves = leaves
         self._tell = tell
-        self._built: dict[int, tuple[Any, list[Any]]] = {}  # by the id of a node: the new one, and its leaves
+        self._built: dict[int, tuple[Any, Any, list[Any]]] = {}  # by the id of a node: it, the new one, its leaves
         self._taken: list[Any] = []
 
     def build(self, item: Any) -> Any:
@@ -111,7 +111,7 @@ class _Ties:
         if not _is_node(item):
             return made
         own = self._taken[begin:]
-        first, leaves = self._built.setdefault(id(item), (made, own))
+        _, first, leaves = self._built.setdefault(id(item), (item, made, own))
         if first is not made:
             for later, one in zip(own, leaves, strict=True):
                 self._tell(later, one)

@@ -177,9 +177,8 @@ class _Walk:
         self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
         self._number = -1  # number in the last key inside an object
         self._depth = 0
-        self._copies: dict[int, object] = {}
+        self._copies: dict[int, tuple[object, Any]] = {}  # with each value, as the id of a freed one may be used again
         self._leaves: dict[int, ArrayLeaf] = {}
-        self._made: list[object] = []  # keeps temporary objects alive: a freed object's id may be used again
         self._open_tuples: set[int] = set()
 
     def copy(self, item: Any, key: str) -> object:
@@ -206,15 +205,15 @@ class _Walk:
     def _copy(self, item: Any, key: str) -> object:
         if type(item) in _IMMUTABLE:
             return item
-        if id(item) in self._copies:
-            return self._copies[id(item)]
+        if (known := self._copies.get(id(item))) is not None:
+            return known[1]
         if arrays.kind_of(item) is not None:
             return self._array(item, key)
         if type(item) in (dict, OrderedDict):
             return self._mapping(item, key)
         if type(item) is list:
             sequence: list[object] = []
-            self._copies[id(item)] = sequence
+            self._copies[id(item)] = item, sequence
             for i, v in enumerate(item):  # a generator would recurse in C, which CPython 3.12 limits
                 sequence.append(self.copy(v, join(key, i)))
             return sequence
@@ -226,7 +225,8 @@ class _Walk:
             return self._composed(item, key)
         if sharded_tensors.is_sharded(item):
             self.boxes += sharded_tensors.shards_of(key, item, partial(self._lazy, key))
-            return self._copies.setdefault(id(item), ArrayLeaf(key))
+            self._copies[id(item)] = item, ArrayLeaf(key)
+            return self._copies[id(item)][1]
         if subclasses.is_tensor(item):  # sparse, meta and the like
             return self._odd_tensor(item, key)
         if storages.is_storage(item):
@@ -245,7 +245,8 @@ class _Walk:
         return self._leaves.setdefault(id(item), found) if is_apart else found
 
     def _mapping(self, item: dict[Any, Any], key: str) -> dict[Any, object]:
-        mapping = self._copies[id(item)] = type(item)()
+        mapping = type(item)()
+        self._copies[id(item)] = item, mapping
         for k, v in item.items():
             mapping[k] = self.copy(v, self._key_of(key, k))
         if attributes := attributes_of(item):
@@ -268,8 +269,8 @@ class _Walk:
         memory = subclasses.memory(parts)
         if memory is None:
             return self._call(item, parts, inner_key)
-        self._made.append(parts)
-        leaf = self._copies[id(item)] = self._dressed(inner_key, memory, parts[1][1], parts[1][3])
+        leaf = self._dressed(inner_key, memory, parts[1][1], parts[1][3])
+        self._copies[id(item)] = item, leaf
         return leaf
 
     def _composed(self, item: Any, key: str) -> object:
@@ -278,7 +279,8 @@ class _Walk:
         local, shown = dtensors.local(item), self._shown(key)
         inner_key = of_rank(item.device_mesh.get_rank(), dtensors.box_of(shown, item), shown)
         self._outer[inner_key] = key
-        call = self._copies[id(item)] = self._call(local, local.__reduce_ex__(PROTOCOL)[:2], inner_key)
+        call = self._call(local, local.__reduce_ex__(PROTOCOL)[:2], inner_key)
+        self._copies[id(item)] = item, call
         return call
 
     def _named(self, key: str) -> str:
@@ -292,7 +294,7 @@ class _Walk:
         """Copy a torch storage as an array of its bytes."""
         found = self._leaf(self._named(key), storages.bytes_of(item), False)
         found.storage = storages.class_of(item)
-        self._copies[id(item)] = found
+        self._copies[id(item)] = item, found
         return found
 
     def _call(self, item: object, parts: tuple[Any, ...], inner_key: str) -> Call:
@@ -300,16 +302,16 @@ class _Walk:
         attributes = subclasses.attributes_in(parts)
         if attributes is not None:
             parts = parts[0], parts[1][:-1]
-        self._made.append(parts)
         call = Call(*(self.copy(part, join(inner_key, i)) for i, part in enumerate(parts)))
         if attributes is not None:
             call.arguments = (*call.arguments, self.copy(attributes, inner_key))
-        self._copies[id(item)] = call
+        self._copies[id(item)] = item, call
         return call
 
     def _dressed(self, key: str, array: Any, kind: Any, attributes: Any) -> ArrayLeaf:
         """Copy an array of a subclass, or an array with attributes, whose class or attributes are stored beside it."""
-        made = self._copies[id(array)] = self._leaf(key, array, kind is None and self._lazy(key, array))
+        made = self._leaf(key, array, kind is None and self._lazy(key, array))
+        self._copies[id(array)] = array, made
         inner_key = self._inside(key)
         made.kind, made.attributes = self.copy(kind, inner_key), self.copy(attributes, inner_key)
         return made

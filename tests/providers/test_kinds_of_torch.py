@@ -81,6 +81,22 @@ def test_what_torch_gives_back_is_given_back(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_beside_each_other_do_not_mix(tmp_path: Path, kind: str) -> None:
+    values = [KINDS[kind]() for _ in range(8)]
+    for i, value in enumerate(values):
+        value.note = {"number": i}  # type: ignore[attr-defined]
+    torch.save(values, tmp_path / "torch.pt")
+    expected = torch.load(tmp_path / "torch.pt", weights_only=False)
+    ds.snapshot([from_state_dict("tree", values)], tmp_path / "c").wait_committed()
+    live = [KINDS[kind]() for _ in values]
+    ds.restore([from_state_dict("tree", live)], tmp_path / "c", trust="all")
+    for found in (live, ds.load(tmp_path / "c", trust="all")["tree"]):
+        assert [_parts(one) for one in found] == [_parts(one) for one in expected]
+        assert [getattr(one, "note", None) for one in found] == [getattr(one, "note", None) for one in expected]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested, strided"])  # not on the meta device
 def test_the_live_tensor_says_the_device(tmp_path: Path, kind: str) -> None:
     value = KINDS[kind]()
