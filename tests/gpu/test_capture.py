@@ -125,6 +125,7 @@ def test_the_device_cache_keeps_odd_tensors_whole(tmp_path: Path) -> None:
         assert equal(found, {k: host[int(begins[int(k)]) :][: t.numel()] for k, t in tensors.items()})
 
 
+@pytest.mark.alone
 def test_without_spare_memory_the_device_cache_takes_none(tmp_path: Path) -> None:
     model, optimizer = _trained(fused=True)
     expected = copy.deepcopy(model.state_dict())

@@ -239,6 +239,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
     assert equal(host(run(8, resume=True)), host(whole))
 
 
+@pytest.mark.alone
 def test_memory_is_given_back(tmp_path: Path) -> None:
     weight = torch.randn(1 << 22, device="cuda")
     with ds.Checkpointer(tmp_path, keep_last=1, **SMALL) as checkpointer:

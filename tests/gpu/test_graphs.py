@@ -200,6 +200,7 @@ def test_device_memory_freed_before_it_is_captured_fails_that_snapshot(
     assert torch.equal(ds.load(tmp_path)["m"]["good"].cpu(), good["good"].cpu())
 
 
+@pytest.mark.alone
 def test_nearly_no_device_memory_left_with_the_device_cache_on(tmp_path: Path) -> None:
     training = Training()
     torch.cuda.empty_cache()
