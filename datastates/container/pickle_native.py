@@ -10,7 +10,7 @@ import collections
 
 from datastates import _native
 from datastates.container.pickle_writer import array_frame
-from datastates.container.rows import StoredRows
+from datastates.container.rows import StoredRows, of_tensor
 from datastates.container.table import KINDS
 from datastates.planning.plans import fields_of
 from datastates.state import dtypes
@@ -19,12 +19,13 @@ from datastates.state.shards import ArrayRef
 _DTYPES = tuple(dtype.name for dtype in dtypes.ALL)
 
 
-def read_plain(opcodes: bytes, rows: StoredRows) -> tuple[object] | None:
+def read_plain(opcodes: bytes, rows: StoredRows, *, logical: bool) -> tuple[object] | None:
     """Read a plain object, with an ArrayRef for each array.
 
     Args:
         opcodes: The opcodes that push the object, verified.
         rows: The arrays of its provider.
+        logical: Whether a reference describes the whole logical tensor of its row, instead of the row alone.
 
     Returns:
         The object, in a tuple. None where it holds anything but dicts, lists, tuples, plain values and arrays, or where
@@ -38,6 +39,6 @@ def read_plain(opcodes: bytes, rows: StoredRows) -> tuple[object] | None:
         dtypes=_DTYPES,
         frames=[(*array_frame(d), d.itemsize, dtypes.pickled(d).storage is not None) for d in dtypes.ALL],
         **fields_of(columns, but=("whole", "file_offset")),
-        reference=ArrayRef,
+        reference=of_tensor(rows) if logical and not columns.whole.all() else ArrayRef,
         ordered_dict=collections.OrderedDict,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,19 @@ def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) ->
     if row.is_whole:
         return found
     return replace(found, shape=row.global_shape, stride=strides.row_major(row.global_shape))
+
+
+def of_tensor(rows: StoredRows) -> Callable[..., ArrayRef]:
+    """A function that takes the fields of an ArrayRef of a row, and describes the whole logical tensor of the row."""
+    rows.make(rows.keys_in_order)
+    whole = {key: None if (row := rows[key]).is_whole else row.global_shape for key in rows}
+
+    def described(key: str, kind: str, dtype: str, shape: Any, stride: Any, *flags: bool) -> ArrayRef:
+        if (of := whole[key]) is not None:
+            shape, stride = of, strides.row_major(of)
+        return ArrayRef(key, kind, dtype, shape, stride, *flags)
+
+    return described
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -122,7 +122,7 @@ class _Piece:
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
     def _read_natively(self, name: str, arrays: _Arrays) -> bool:
-        plain = read_plain(self.opcodes, StoredRows(self.source.index, name))
+        plain = read_plain(self.opcodes, StoredRows(self.source.index, name), logical=False)
         if plain is None:
             return False
         (self.value,) = plain

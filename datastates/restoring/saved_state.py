@@ -164,8 +164,7 @@ class SavedState(Compared, Saved):
     def _survey(self, key: str) -> tuple[Any, bool]:
         if key not in self._surveyed:
             opcodes = self._opcodes(key)
-            whole = self._stored.head.ranks == 1
-            if whole and (plain := read_plain(opcodes, self.rows)) is not None:
+            if (plain := read_plain(opcodes, self.rows, logical=True)) is not None:
                 self._surveyed[key] = plain[0], True
                 self._prune_survey(key)
                 return self._surveyed[key]

@@ -15,7 +15,7 @@ from datastates.container import pickle_reader, pickle_writer
 from datastates.container.index import Index
 from datastates.container.pickle_native import read_plain
 from datastates.container.records import Records
-from datastates.container.rows import StoredRows, reference
+from datastates.container.rows import StoredRows, logical, reference
 from datastates.container.table import table_of
 from datastates.errors import FormatError
 from datastates.state import dtypes
@@ -92,11 +92,11 @@ def rows_of(stored: dict[str, StoredArray]) -> StoredRows:
             "torch",
             s.shape,
             s.stride,
-            s.shape,
+            tuple(n + i % 2 for n in s.shape),  # every other array is a part of a larger tensor
             (0,) * len(s.shape),
             buffer_offset=s.offset * sizes[s.dtype],
         )
-        for k, s in stored.items()
+        for i, (k, s) in enumerate(stored.items())
     ]
     count = len(shards)
     nbytes = np.array([s.elements * sizes[s.dtype] for s in stored.values()], np.uint64)
@@ -106,15 +106,16 @@ def rows_of(stored: dict[str, StoredArray]) -> StoredRows:
     return StoredRows(Index({}, Records(zeros, zeros, nbytes, no_crc), no_crc, table, (), 0, 0, 0), "m")
 
 
-def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
-    """The repr of the value read opcode by opcode; None where that refuses it."""
+def slowly(opcodes: bytes, rows: StoredRows, *, whole: bool) -> str | None:
+    """The repr of the value read opcode by opcode, with whole tensors or with rows; None where that refuses it."""
+    describe = logical if whole else reference
 
     def resolve(stored: StoredArray) -> object:
         place = (stored.record, stored.offset, stored.dtype, stored.shape, stored.stride)
         if place not in rows.by_place:
             raise FormatError("not in the index")
         key = rows.by_place[place]
-        return reference(rows[key], key=key, requires_grad=stored.requires_grad)
+        return describe(rows[key], key=key, requires_grad=stored.requires_grad)
 
     try:
         return repr(pickle_reader.survey(pickle_writer.stream(opcodes), resolve)[0])
@@ -122,12 +123,12 @@ def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
         return None
 
 
-@given(VALUES)
-def test_plain_values_are_read_at_once(value: Any) -> None:
+@given(VALUES, st.booleans())
+def test_plain_values_are_read_at_once(value: Any, whole: bool) -> None:
     opcodes, rows = written(value)
-    found = read_plain(opcodes, rows)
+    found = read_plain(opcodes, rows, logical=whole)
     assert found is not None
-    assert repr(found[0]) == slowly(opcodes, rows)
+    assert repr(found[0]) == slowly(opcodes, rows, whole=whole)
 
 
 @settings(max_examples=500)
@@ -139,8 +140,8 @@ def test_what_is_damaged_is_read_the_same_or_left(value: Any, data: st.DataObjec
     opcodes = st.sampled_from([*b"().]}KMJGXNqrhjcRtesua\x85\x86\x87\x88\x89\x8a0b", 0, 1, 255])
     change = bytes(data.draw(st.lists(opcodes, max_size=3)))
     damaged = good[:at] + change + good[at + length :]
-    found = read_plain(damaged, rows)
-    assert found is None or repr(found[0]) == slowly(damaged, rows)
+    found = read_plain(damaged, rows, logical=False)
+    assert found is None or repr(found[0]) == slowly(damaged, rows, whole=False)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,8 @@ def test_what_is_damaged_is_read_the_same_or_left(value: Any, data: st.DataObjec
 )
 def test_anything_else_is_left(value: object) -> None:
     opcodes, rows = written({"a": [value]})
-    assert read_plain(opcodes, rows) is None
-    assert slowly(opcodes, rows) is not None
+    assert read_plain(opcodes, rows, logical=False) is None
+    assert slowly(opcodes, rows, whole=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -163,15 +164,15 @@ def test_anything_else_is_left(value: object) -> None:
     ],
 )  # fmt: skip
 def test_broken_opcodes_are_left(opcodes: bytes) -> None:
-    assert read_plain(opcodes, rows_of({})) is None
+    assert read_plain(opcodes, rows_of({}), logical=False) is None
 
 
 @pytest.mark.parametrize("unit", [b"]", b"}", b")\x85"])
 def test_more_containers_than_a_pickler_writes_are_left(unit: bytes) -> None:
     """They would take a hundred bytes of memory for each byte of the file."""
     few, many = (b"](" + unit * count + b"e" for count in (1000, 100_000))
-    assert read_plain(few, rows_of({})) is not None
-    assert read_plain(many, rows_of({})) is None
+    assert read_plain(few, rows_of({}), logical=False) is not None
+    assert read_plain(many, rows_of({}), logical=False) is None
 
 
 def test_attributes_of_an_ordered_mapping_are_read_at_once() -> None:
@@ -181,7 +182,7 @@ def test_attributes_of_an_ordered_mapping_are_read_at_once() -> None:
     value.array = (array, False, False)  # type: ignore[attr-defined]
     value.again = value._metadata  # type: ignore[attr-defined]
     opcodes, rows = written({"module": value})
-    found: Any = read_plain(opcodes, rows)
+    found: Any = read_plain(opcodes, rows, logical=False)
     assert found is not None
     module = found[0]["module"]
     assert list(vars(module)) == ["_metadata", "array", "again"]
@@ -192,18 +193,18 @@ def test_attributes_of_an_ordered_mapping_are_read_at_once() -> None:
 
 @pytest.mark.parametrize("opcodes", [b"}}b", b"]}b", b"b", b"}b", b"ccollections\nOrderedDict\n)R]b", b"NNb"])
 def test_attributes_of_anything_else_are_left(opcodes: bytes) -> None:
-    assert read_plain(opcodes, rows_of({})) is None
+    assert read_plain(opcodes, rows_of({}), logical=False) is None
 
 
 def test_arrays_in_another_order_are_left() -> None:
     array = StoredArray("0", "float32", 0, (2,), (1,), 2)
     opcodes, rows = written({"a": (array, False, False), "b": (array, False, False)})
-    assert read_plain(opcodes, rows) is not None
+    assert read_plain(opcodes, rows, logical=False) is not None
     swapped = opcodes.replace(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x002")
     swapped = swapped.replace(b"X\x01\x00\x00\x001", b"X\x01\x00\x00\x000").replace(b"\x00\x00\x002", b"\x00\x00\x001")
     assert swapped != opcodes
-    assert read_plain(swapped, rows) is None
-    assert slowly(swapped, rows) is not None
+    assert read_plain(swapped, rows, logical=False) is None
+    assert slowly(swapped, rows, whole=False) is not None
 
 
 def test_arrays_of_one_place_go_by_one_key() -> None:
