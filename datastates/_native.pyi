@@ -398,7 +398,6 @@ class Executor:
         device: _I32,
         stream: _U64,
         ahead: ReadAhead | None = None,
-        exchange: Exchange | None = None,
     ) -> ReadJob:
         """Start a read job.
 
@@ -406,41 +405,10 @@ class Executor:
             path: The container.
             plan: The plan.
             ptr: Address of each destination. The memory must stay alive until the job is done or destroyed.
-            device: CUDA device number of each destination, -1 for host memory, or -2 - n for peer n of the exchange: it
-                is sent these bytes, and there is no address.
+            device: CUDA device number of each destination, or -1 for host memory.
             stream: CUstream of each device destination. Copies wait for the work that is on it now.
             ahead: A read-ahead of the same path by this executor, which this call ends. Extents that are the same in
                 the plan are not read again; the others are dropped.
-            exchange: The connections to peers.
-        """
-
-    def begin_exchange(
-        self,
-        sockets: list[int],
-        *,
-        peer_rows: _U64,
-        ptr: _U64,
-        device: _I32,
-        stream: _U64,
-        length: _U64,
-        count: _U64,
-        step: _U64,
-        patience: float,
-    ) -> Exchange:
-        """Begin to receive what peers send.
-
-        Args:
-            sockets: A Unix socket of type SOCK_SEQPACKET for each peer, which blocks. They belong to the result from
-                now on, even if this raises.
-            peer_rows: The parcel of peer ``i`` fills the rows from ``peer_rows[i]`` to before ``peer_rows[i + 1]``.
-            ptr: Address of the first stretch of each of the rows. The memory must stay alive until ``Exchange.wait``
-                has returned True, or the exchange is destroyed.
-            device: CUDA device number of each of the rows, or -1 for host memory.
-            stream: CUstream of each of the rows on devices. Copies wait for the work that is on it now.
-            length: Length of each stretch.
-            count: Number of stretches.
-            step: Distance from the begin of one to that of the next.
-            patience: Seconds after which a peer is given up that sends, or takes, nothing.
         """
 
     def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
@@ -538,25 +506,6 @@ class WriteJob:
         cache_wait (for a free block), checksum (of device sources), write (one extent), tail, sync. Spans of one stage
         and track do not overlap, except for cache_wait. A job keeps its first 200,000 spans.
         """
-
-class Exchange:
-    """Connections to other ranks of the host, the peers. Each end sends the other one a parcel: bytes end to end.
-
-    Bytes are sent only once they are verified. A connection that fails is no error: its parcel then never arrives.
-    Destroying it closes the connections and waits for its thread. ``Executor.begin_exchange`` makes it.
-    """
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until each parcel has arrived, or never will; then nothing is written to memory any more.
-
-        Raises DeviceError if a copy to a device has failed.
-        """
-
-    def arrived(self) -> list[bool]:
-        """For each peer, whether its parcel has arrived. All False before ``wait`` has returned True."""
-
-    def close(self) -> None:
-        """Close the connections. What has not arrived by then never will, here and at the peers."""
 
 class ReadAhead:
     """A part of a file that is being read before its destinations are known."""

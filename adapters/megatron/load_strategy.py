@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -20,7 +19,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from typing_extensions import Unpack
 
 from datastates.adapters.dcp import DataStatesStorageReader
-from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, agree
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
 from datastates.adapters.tried import warn_of_untried
 from datastates.ranks.together import settle
@@ -29,14 +27,11 @@ from datastates.reading.reads import Tally
 from datastates.saving import gate
 from datastates.storage import Location
 
-_T = TypeVar("_T")
-
 
 class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
     """Loads checkpoints of :class:`DataStatesSaveStrategy` or of stock Megatron-Core, for ``dist_checkpointing.load``.
 
     It reads only the ranges that are needed, coalesced, straight into the tensors, and verifies them by checksums.
-    Ranks of one host that load columns of the same matrices divide the reads.
     The docstring of :class:`~datastates.adapters.dcp.DataStatesStorageReader` names the verified parts of stock files.
 
     Use it on the training thread, for one load at a time.
@@ -83,23 +78,19 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         """
         directory = Location.given(checkpoint_dir)
         gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
-        # the other ranks must not go on without one that fails
-        planned, error = _tried(lambda: self._plan(sharded_state_dict, directory))
+        error, loaded = None, {}
+        try:
+            loaded = self._load(sharded_state_dict, directory)
+        except Exception as failure:  # the other ranks must not go on without this one
+            error = failure
         world = world_of(None, None, Location("megatron-load"), self.settings.rank_timeout)
         try:
-            neighbours = agree(world, error, None if planned is None else planned[0])
-            assert planned is not None
-            loaded, error = _tried(lambda: planned[1](neighbours))
             settle(world, "load", error, b"", lambda _: b"")
         finally:
             world.close()
-        assert loaded is not None
         return loaded
 
-    def _plan(
-        self, sharded_state_dict: dict[str, Any], directory: Location
-    ) -> tuple[Offer | None, Callable[[Neighbours | None], dict[str, Any]]]:
-        """Plan a load. Returns this rank's offer to the other ranks of its host, and a function that loads."""
+    def _load(self, sharded_state_dict: dict[str, Any], directory: Location) -> dict[str, Any]:
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state: dict[str, Any] = mcore_to_pyt_state_dict(by_key, True)
@@ -115,22 +106,9 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         planner.set_up_planner(state, metadata, True)
         reader.set_up_storage_reader(metadata, True)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
-
-        def load(neighbours: Neighbours | None) -> dict[str, Any]:
-            plan.storage_data = neighbours
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-            self.tally, self.cached_global_metadata = reader.tally, metadata
-            loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-            restored: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
-            _restore_dict_types(restored, sharded_state_dict)
-            return restored
-
-        return reader.offer(plan), load
-
-
-def _tried(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Call a function. Returns its result and None, or None and its exception."""
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+        self.tally, self.cached_global_metadata = reader.tally, metadata
+        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        restored: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        _restore_dict_types(restored, sharded_state_dict)
+        return restored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -12,24 +11,20 @@ import numpy as np
 
 from datastates import _native
 from datastates._base import faults
-from datastates._base.columns import I32, U8, U64, as_u64
+from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
-from datastates.state.runs import Runs
 from datastates.state.shards import Buffer
 from datastates.storage.location import Location
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
 ReplicaRanges = _native.ReplicaRanges
-Exchange = _native.Exchange
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
-FIRST_PEER = -2
-"""In a read's destinations, the device number that stands for the first peer. Each further peer's is lower by 1."""
 
 
 def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns = NO_RUNS) -> PreparedWrite:
@@ -139,7 +134,6 @@ class Executor:
         dests: Columns,
         name_record: Callable[[int], str],
         ahead: ReadAhead | None = None,
-        exchange: Exchange | None = None,
     ) -> ReadJob:
         """Start reading a container's ranges into memory.
 
@@ -149,9 +143,8 @@ class Executor:
             dests: The memory of the plan's destinations. It must stay alive until the job is done.
             name_record: Gives the key of a record by its number, for errors.
             ahead: A read-ahead of the same file. The job takes its extents over, and does not read them again.
-            exchange: Connections to other ranks of the host, where some destinations are peers.
         """
-        job = self._core().submit_read(_opened(path), _prepare_read(plan), *dests, ahead, exchange)
+        job = self._core().submit_read(_opened(path), _prepare_read(plan), *dests, ahead)
         return ReadJob(job, plan, name_record)
 
     def read_ahead(self, path: Location, plan: ReadPlan) -> ReadAhead:
@@ -167,33 +160,6 @@ class Executor:
             plan: A plan without destinations, of at most :attr:`most_ahead` extents.
         """
         return self._core().read_ahead(_opened(path), _prepare_read(plan))
-
-    def begin_exchange(
-        self, sockets: Sequence[socket.socket], rows: Sequence[tuple[Columns, Runs]], patience: float
-    ) -> Exchange:
-        """Begin to receive the rows that other ranks of the host, the peers, read for this one.
-
-        Args:
-            sockets: A connection to each peer. The result takes the connections over.
-            rows: For each peer, the places that its rows fill, in the order of sending: the memory of each run's
-                destination, and the runs.
-            patience: Seconds after which a peer is given up that neither sends nor takes a byte.
-        """
-        for one in sockets:
-            one.setblocking(True)
-        runs = Runs.joined([runs for _, runs in rows])
-        pointer, device, stream = (np.concatenate(column) for column in zip(*(c for c, _ in rows), strict=True))
-        return self._core().begin_exchange(
-            [one.detach() for one in sockets],
-            peer_rows=as_u64(np.append(0, np.cumsum([len(runs) for _, runs in rows]))),
-            ptr=pointer + as_u64(runs.dest),
-            device=device,
-            stream=stream,
-            length=as_u64(runs.length),
-            count=as_u64(runs.count),
-            step=as_u64(runs.dest_step),
-            patience=patience,
-        )
 
     @property
     def most_ahead(self) -> int:

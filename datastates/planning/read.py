@@ -211,13 +211,13 @@ def _lasts(starts: I64, count: int) -> I64:
 
 
 def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
-    """Cut the ranges by extents, as :func:`cut` does, and order the parts by extent."""
-    which, extent, piece = cut(ranges.runs, begin, end)
+    """Cut the ranges by extents, as :func:`_cut` does, and order the parts by extent."""
+    which, extent, piece = _cut(ranges.runs, begin, end)
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
 
 
-def cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+def _cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """Cut runs by ascending ranges of the source, from ``begin`` to before ``end``.
 
     Returns:
@@ -254,7 +254,7 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Replace each segment that is not verified by the wanted bytes in it."""
     kept, loose = every.verified, np.flatnonzero(~every.verified)
-    _, number, parts = cut(wanted, every.begin[loose], every.end[loose])
+    _, number, parts = _cut(wanted, every.begin[loose], every.end[loose])
     runs = Runs.joined([every.runs[kept], parts])
     order = np.argsort(runs.source, kind="stable")
     numbers = np.append(every.chunk[kept], every.chunk[loose[number]])

@@ -21,7 +21,6 @@ class FileRanges:
 
     Attributes:
         nbytes: Length of the file in bytes.
-        shared: Whether other ranks of the host probably want the bytes in narrow gaps.
     """
 
     nbytes: int
@@ -31,7 +30,6 @@ class FileRanges:
     in_place: U8
     whole: U8
     chunks: Chunks
-    shared: bool = True
 
 
 def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: int = 0) -> list[ReadPlan]:
@@ -47,9 +45,8 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
     if not files:
         return []
     if len(files) == 1:
-        columns = fields_of(files[0], but=("nbytes", "shared"))
-        plan = plan_read(**columns, extent_nbytes=extent_nbytes, spare_nbytes=spare_nbytes)
-        return [replace(plan, extent_shared=plan.extent_shared * np.uint8(files[0].shared))]
+        columns = fields_of(files[0], but=("nbytes",))
+        return [plan_read(**columns, extent_nbytes=extent_nbytes, spare_nbytes=spare_nbytes)]
     begin = _begins([file.nbytes + GAP + 1 for file in files])  # no extent reaches over a gap of this length
     first_dest = _begins([len(file.dest_nbytes) for file in files])
     first_record = _begins([int(file.chunks.record.max(initial=-1)) + 1 for file in files])
@@ -78,7 +75,6 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
         replace(
             part,
             extent_offset=part.extent_offset - np.uint64(at),
-            extent_shared=part.extent_shared * np.uint8(f.shared),
             piece_dest=part.piece_dest - np.int32(dest),
             check_record=part.check_record - np.int32(record),
             dest_nbytes=f.dest_nbytes,

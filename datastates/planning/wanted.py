@@ -46,7 +46,7 @@ class Wanted:
         last = np.searchsorted(chunk_begin, runs.end, side="left")
         apart = _joined(runs)
         gapped = apart.has_gaps
-        wide = gapped & ~has_narrow_gaps(apart)
+        wide = gapped & ~_has_narrow_gaps(apart)
         union = _union(apart, gapped)
         fetched = union if wide.sum() == gapped.sum() else _union(apart, wide)
         return cls(runs, first, last, chunk_begin, chunk_end, union, fetched)
@@ -69,7 +69,7 @@ class Wanted:
         return np.cumsum(marks[:-1])
 
 
-def has_narrow_gaps(runs: Runs) -> Bools:
+def _has_narrow_gaps(runs: Runs) -> Bools:
     """Mark runs whose gaps are shorter than a page, or no longer than the stretches beside them."""
     return runs.has_gaps & (runs.source_step - runs.length <= np.maximum(PAGE - 1, runs.length))
 

@@ -79,7 +79,7 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
         StorageError: Reading failed.
     """
     proven = _proven(casts)
-    tally, nbytes, reads = Tally(0, 0, 0, 0, 0, ()), 0, Reads(in_full=True)
+    tally, nbytes, reads = Tally(0, 0, 0, 0, ()), 0, Reads(in_full=True)
     landed: list[tuple[Any, Any]] = []
     for cast in casts:
         if not cast.sources:

@@ -13,14 +13,13 @@ from datastates._base.columns import I64
 from datastates.container.file import Container
 from datastates.container.rows import reference
 from datastates.container.table import Row
-from datastates.executor.executor import Columns, Executor, ReadAhead
+from datastates.executor.executor import Executor, ReadAhead
 from datastates.executor.jobs import ReadJob
 from datastates.executor.timeline import Span
 from datastates.planning import read
-from datastates.planning.several import FileRanges, plan_several
+from datastates.planning.several import plan_several
 from datastates.planning.wanted import GAP
 from datastates.reading import overlaps
-from datastates.reading.exchange import Exchange
 from datastates.reading.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, parts, strides
 from datastates.state import memory as array_memory
@@ -50,7 +49,6 @@ class Tally:
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
         shared_nbytes: Bytes among ``read_nbytes`` that lie between wanted rows of matrices. Storage reads them once for
             all ranks of a host.
-        received_nbytes: Wanted bytes that other ranks of the host read, and sent.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
         unverified_keys: Full keys of the arrays with unverified bytes, sorted.
     """
@@ -58,7 +56,6 @@ class Tally:
     needed_nbytes: int
     read_nbytes: int
     shared_nbytes: int
-    received_nbytes: int
     unverified_nbytes: int
     unverified_keys: tuple[str, ...]
 
@@ -68,7 +65,6 @@ class Tally:
             self.needed_nbytes + other.needed_nbytes,
             self.read_nbytes + other.read_nbytes,
             self.shared_nbytes + other.shared_nbytes,
-            self.received_nbytes + other.received_nbytes,
             self.unverified_nbytes + other.unverified_nbytes,
             tuple(sorted({*self.unverified_keys, *other.unverified_keys})),
         )
@@ -83,12 +79,10 @@ class Reads:
     def __init__(self, *, in_full: bool = False) -> None:
         """Begin without reads. ``in_full``: verify all wanted bytes, even if that reads many unwanted ones."""
         self._jobs: list[ReadJob] = []  # first, as it is freed first: the end of a job stops its reads into the others
-        self._exchange: Exchange | None = None  # likewise
         self._in_full = in_full
         self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
         self._loose: set[str] = set()
-        self._executor: Executor | None = None  # once reading has begun
         self._ahead: dict[Source, ReadAhead] = {}
         self._extents_ahead = 0
 
@@ -207,28 +201,9 @@ class Reads:
         self._extents_ahead += len(plan.extent_offset)
         return self._extents_ahead < executor.most_ahead
 
-    def offer(self, name: str, rank: int, patience: float, *, few: bool = False) -> str | None:
-        """Offer rows for an exchange; returns the name of this rank's host, or None if nothing is offered.
-
-        See :meth:`~datastates.reading.exchange.Exchange.offer`.
-        """
-        queues = (queue for queue in self._queues.values() if queue.source not in self._ahead)
-        self._exchange = Exchange.offer(queues, name, rank, patience, few=few)
-        return None if self._exchange is None else self._exchange.host
-
-    def meet(self, ranks: Sequence[int], executor: Executor, within: float | None = None) -> None:
-        """Begin the exchange with the ranks of this host that offer rows, if there are others.
-
-        See :meth:`~datastates.reading.exchange.Exchange.meet`.
-        """
-        if self._exchange is not None and len(ranks) > 1:
-            self._exchange.meet(ranks, executor, within)
-
     def close(self) -> None:
         """Stop the reads that still run, and free the memory of extents that were read ahead and not taken."""
         self._jobs.clear()  # the end of a native job stops it
-        if self._exchange is not None:
-            self._exchange.close()
         for ahead in self._ahead.values():
             ahead.close()
 
@@ -237,48 +212,32 @@ class Reads:
 
         :func:`~datastates.planning.read.plan_read` decides which chunks are verified.
         """
-        self._executor = executor
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
-        # first the files that were read ahead, as their extents hold blocks of the host cache until jobs take them;
-        # then the files that other ranks wait for
-        exchanged = () if self._exchange is None else self._exchange.queues
-        queues.sort(key=lambda queue: (queue.source not in self._ahead, queue not in exchanged))
+        # first the files that were read ahead, as their extents hold blocks of the host cache until jobs take them
+        queues.sort(key=lambda queue: queue.source not in self._ahead)
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
         try:
             # a read-ahead uses the longest extents
             longest = executor.extent_nbytes if self._ahead else executor.extent_for(self.nbytes)
-            wanted = [(queue, *self._wanted(queue)) for queue in queues]
-            self._submit(executor, wanted, longest)
+            self._submit(executor, queues, longest)
         except BaseException:
-            if self._exchange is not None:
-                self._exchange.close()  # first, so that no job waits for another rank
             self._wait()
             raise
 
-    def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
-        """The ranges to read of a file, and their destinations."""
-        exchanged = None if self._exchange is None else self._exchange.reads(queue)
-        # the job of a file that is read ahead must have the same extents as the read-ahead
-        return exchanged or (queue.wanted(straight=queue.source not in self._ahead), queue.memory)
-
-    def _submit(
-        self, executor: Executor, wanted: Sequence[tuple[ReadQueue, FileRanges, Columns]], extent_nbytes: int
-    ) -> None:
+    def _submit(self, executor: Executor, queues: Sequence[ReadQueue], extent_nbytes: int) -> None:
         spare = SMALL_STATE if self.nbytes < SMALL_STATE else 0
         if self._in_full:
-            spare = sum(queue.source.nbytes for queue, *_ in wanted)
-        exchange = None if self._exchange is None else self._exchange.native
+            spare = sum(queue.source.nbytes for queue in queues)
+        # the job of a file that is read ahead must have the same extents as the read-ahead
+        wanted = [(queue, queue.wanted(straight=queue.source not in self._ahead)) for queue in queues]
         for checked in (True, False):
             some = [one for one in wanted if one[1].chunks.checked is checked]
-            plans = plan_several([ranges for _, ranges, _ in some], extent_nbytes, spare)
-            for (queue, _, memory), plan in zip(some, plans, strict=True):
-                source = queue.source
-                self._jobs.append(
-                    executor.submit_read(
-                        source.path, plan, memory, source.name_record, self._ahead.get(source), exchange
-                    )
-                )
+            plans = plan_several([ranges for _, ranges in some], extent_nbytes, spare)
+            for (queue, _), plan in zip(some, plans, strict=True):
+                source, ahead = queue.source, self._ahead.get(queue.source)
+                job = executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead)
+                self._jobs.append(job)
                 self._loose |= queue.unverified(plan)
 
     def finish(self) -> Tally:
@@ -290,35 +249,18 @@ class Reads:
             CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
             StorageError: Reading failed.
         """
-        received, extra = 0, 0
-        try:
-            self._wait()
-            if self._exchange is not None:
-                received = self._exchange.finish()
-                self._read_rest(self._exchange)
-                extra = self._exchange.extra_nbytes
-        finally:  # the other ranks read by themselves the rows that this rank has not sent by now
-            if self._exchange is not None:
-                self._exchange.close()
+        self._wait()
         for array, landing in self._copies:
             array_memory.assign(array, landing)
         stats = [job.stats() for job in self._jobs]
         needed, read, shared, unverified = (
             sum(s[f"bytes_{which}"] for s in stats) for which in ("needed", "read", "shared", "unverified")
         )
-        return Tally(needed - extra, read, shared, received, unverified, tuple(sorted(self._loose)))
+        return Tally(needed, read, shared, unverified, tuple(sorted(self._loose)))
 
     def timeline(self) -> list[Span]:
         """The spans of the work of all reads so far."""
         return [span for job in self._jobs for span in job.timeline()]
-
-    def _read_rest(self, exchange: Exchange) -> None:
-        """Read the rows that other ranks were to send, and did not."""
-        rest = [(queue, ranges, queue.memory) for queue, ranges in exchange.rest()]
-        if rest:
-            assert self._executor is not None
-            self._submit(self._executor, rest, self._executor.extent_for(self.nbytes))
-            self._wait()
 
     def _wait(self) -> None:
         with contextlib.ExitStack() as running:  # waits for every job, even if another one fails

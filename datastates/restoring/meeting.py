@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -12,9 +12,7 @@ from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError, said
 from datastates.ranks.board_world import DONE, FAILED
-from datastates.ranks.neighbours import by_host, ranks_beside
 from datastates.ranks.world import World
-from datastates.reading.exchange import patience_of
 
 _T = TypeVar("_T")
 
@@ -47,14 +45,12 @@ class Fit:
         names: The names under which this rank's providers are stored.
         is_vain: Whether nothing fits although something is wanted; None if nothing is wanted.
         unmatched: The globs of ``keys`` that match no key of this rank.
-        host: The name of this rank's host, if this rank offers rows for exchange there; else None.
     """
 
     wanted: U64
     names: list[str]
     is_vain: bool | None
     unmatched: Collection[str] = ()
-    host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +60,10 @@ class Fits:
     Attributes:
         unexpected: The full keys in the checkpoint that no rank wants.
         in_vain: Whether nothing fits on any rank although something is wanted.
-        neighbours: The ranks of this rank's host that offer rows for exchange, this rank among them; empty if this rank
-            offers none.
     """
 
     unexpected: list[str]
     in_vain: bool
-    neighbours: Sequence[int] = ()
 
 
 def _told(error: Exception) -> bytes:
@@ -95,16 +88,6 @@ class Meeting:
         self._has_begun = False
         self._failure: Exception | None = None  # the error of begin()
         self.rank, self.ranks = world.rank, world.size
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for another rank, if this rank can go on without it."""
-        return patience_of(self._world.timeout)
-
-    @property
-    def token(self) -> str:
-        """A name that is the same on all ranks, and different for each restore."""
-        return self._world.token(self._name)
 
     def settle(
         self, stage: str, own: Callable[[], bytes], decide: Callable[[dict[int, bytes]], bytes] = lambda _: b""
@@ -220,24 +203,23 @@ class Meeting:
 
         def encoded() -> bytes:
             fit = own()
-            return pack([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched), fit.host])
+            return pack([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched)])
 
         def decide(told: dict[int, bytes]) -> bytes:
             fields = [unpack(data) for data in told.values()]
-            unmatched = set.intersection(*(set(globs) for *_, globs, _ in fields))
+            unmatched = set.intersection(*(set(globs) for *_, globs in fields))
             if unmatched:
                 shown = ", ".join(map(repr, sorted(unmatched)))
                 raise RestoreError(f"keys: nothing of the providers matches {shown}")
             every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, *_ in fields])
             said = {vain for _, _, vain, *_ in fields}
             keys = find(every, {name for _, known, *_ in fields for name in known})
-            hosts = {rank: host for rank, (*_, host) in zip(told, fields, strict=True) if host is not None}
-            return pack([keys, True in said and False not in said, by_host(hosts)])
+            return pack([keys, True in said and False not in said])
 
         answer = self.settle("compare", encoded, decide)
         self._has_begun = True
-        unexpected, in_vain, hosts = unpack(answer)
-        return Fits(unexpected, in_vain, ranks_beside(self.rank, hosts))
+        unexpected, in_vain = unpack(answer)
+        return Fits(unexpected, in_vain)
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
         """Read on all ranks; raises as :meth:`settle` does.

@@ -103,7 +103,7 @@ class Restore:
                 fits = self._meeting.compare(self._agree_to_read, self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
             with spent("wait"):
-                doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
+                doubtful = set(self._meeting.finish(self._read))
             with spent("digest"):
                 unverified = self._compare_digests(doubtful, every=self._request.verify == "digest")
             self._result.unverified_keys = sorted(map(self._live, unverified))
@@ -232,14 +232,11 @@ class Restore:
         return Fit(np.fromiter(wanted, np.uint64), names, is_vain, unmatched)
 
     def _agree_to_read(self) -> Fit:
-        """Compare, check that there is memory, and offer rows to the other ranks. The fit has the host's name."""
+        """Compare, and check that there is memory."""
         fit = self._look_and_compare()
         converted = [cast.shard for taken in self._taken for cast in taken.saved.casts]
         refuse_reads(self._stored.path, self._reads, _IN_PARTS, converted)
-        meeting = self._meeting
-        if meeting.ranks == 1:
-            return fit
-        return replace(fit, host=self._reads.offer(meeting.token, meeting.rank, meeting.patience))
+        return fit
 
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
         if self._alone:
@@ -281,17 +278,13 @@ class Restore:
 
     # --- reading, and what comes after it
 
-    def _read(self, neighbours: Sequence[int]) -> list[str]:
+    def _read(self) -> list[str]:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
         most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
         try:
             executor = self._executor or self._make_executor(most)
-            self._reads.meet(neighbours, executor)
             self._reads.start(executor)
-        except BaseException:
-            self._reads.close()  # the other ranks of the host would wait for this one
-            raise
         finally:  # even after an error, as some reads may have begun
             for taken in self._taken:  # while bytes are read
                 note_rewritten(taken.saved.rewritten)
@@ -301,7 +294,7 @@ class Restore:
         finally:
             tally = self._reads.finish()
         tally += casting.run(casts, executor)
-        for name in ("needed_nbytes", "read_nbytes", "received_nbytes", "shared_nbytes"):
+        for name in ("needed_nbytes", "read_nbytes", "shared_nbytes"):
             setattr(self._result, name, getattr(tally, name))
         return list(tally.unverified_keys)
 

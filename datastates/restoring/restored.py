@@ -34,10 +34,9 @@ class Restored:
             names of providers that are not restored at all.
         cast_keys: Keys whose element type was converted on this rank, each with the stored and the live type.
         needed_nbytes: Bytes that this rank wanted of the files.
-        read_nbytes: Bytes that this rank read, for itself and for the other ranks of its host.
+        read_nbytes: Bytes that this rank read.
         shared_nbytes: Bytes among ``read_nbytes`` that lie between rows of matrices that this rank wanted. They are
             read through the page cache: storage reads them once for all ranks of a host.
-        received_nbytes: Bytes that this rank wanted and other ranks of its host read for it.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and its
             damage.
         spans: The timeline of this rank; :attr:`report` has its sums.
@@ -54,7 +53,6 @@ class Restored:
     needed_nbytes: int = 0
     read_nbytes: int = 0
     shared_nbytes: int = 0
-    received_nbytes: int = 0
     passed_over: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False, compare=False)
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,7 +13,6 @@
 #include "bind.hpp"
 #include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/plan_checks.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -61,43 +59,6 @@ Buffers make_buffers(const py::array& ptr, const py::array& device, const py::ar
             .device = copy_elements<std::int32_t>(device, "device"),
             .stream = copy_elements<std::uint64_t>(stream, "stream"),
             .witness = {}};
-}
-
-std::shared_ptr<Exchange> begin_exchange(Executor& executor, const std::vector<int>& sockets,
-                                         const py::array& peer_rows, const py::array& ptr,
-                                         const py::array& device, const py::array& stream,
-                                         const py::array& length, const py::array& count,
-                                         const py::array& step, double patience) {
-    std::vector<Peer> peers;
-    peers.reserve(sockets.size());
-    for (const int socket : sockets)
-        peers.push_back({.socket = FileDescriptor(socket), .rows = {}});
-    const auto index = elements<std::uint64_t>(peer_rows, "peer_rows");
-    const Buffers buffers = make_buffers(ptr, device, stream);
-    const std::size_t n = buffers.address.size();
-    const auto lengths = elements<std::uint64_t>(length, "length");
-    const auto counts = elements<std::uint64_t>(count, "count");
-    const auto steps = elements<std::uint64_t>(step, "step");
-    require_size(lengths.size(), n, "length");
-    require_size(counts.size(), n, "count");
-    require_size(steps.size(), n, "step");
-    buffers.validate(lengths, false);
-    require_index(index, peers.size(), n, "peer_rows");
-    std::set<std::pair<int, std::uint64_t>> streams;
-    for (std::size_t i = 0; i < peers.size(); ++i) {
-        for (std::size_t k = index[i]; k < index[i + 1]; ++k) {
-            peers[i].rows.push_back({.first = buffers.address[k],
-                                     .device = buffers.device[k],
-                                     .length = lengths[k],
-                                     .count = counts[k],
-                                     .step = steps[k]});
-            if (buffers.device[k] >= 0) streams.emplace(buffers.device[k], buffers.stream[k]);
-        }
-    }
-    const std::chrono::duration<double> limit(patience);
-    const py::gil_scoped_release release;
-    return executor.begin_exchange(std::move(peers), streams,
-                                   std::chrono::duration_cast<std::chrono::milliseconds>(limit));
 }
 
 py::dict write_stats(const WriteJob& job) {
@@ -217,16 +178,6 @@ void bind_jobs(py::module_& module) {
             "name_record"_a, "timeout"_a = py::none())
         .def("stats", &read_stats)
         .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
-    py::class_<Exchange, std::shared_ptr<Exchange>>(module, "Exchange",
-                                                    py::release_gil_before_calling_cpp_dtor())
-        .def(
-            "wait",
-            [](const Exchange& exchange, const Timeout& timeout) {
-                return wait_interruptibly(timeout, [&](auto end) { return exchange.wait(end); });
-            },
-            "timeout"_a = py::none())
-        .def("arrived", &Exchange::arrived)
-        .def("close", &Exchange::close);
     py::class_<ReadAhead>(module, "ReadAhead", py::release_gil_before_calling_cpp_dtor())
         .def_property_readonly("bytes_read", &ReadAhead::bytes_read)
         .def("wait", &ReadAhead::wait, py::call_guard<py::gil_scoped_release>())
@@ -284,16 +235,12 @@ void bind_executor(py::module_& module) {
             "submit_read",
             [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
                const py::array& ptr, const py::array& device, const py::array& stream,
-               ReadAhead* ahead, std::shared_ptr<Exchange> exchange) {
+               ReadAhead* ahead) {
                 Buffers dests = make_buffers(ptr, device, stream);
                 const py::gil_scoped_release release;
-                return executor.submit_read(path, std::move(plan), std::move(dests), ahead,
-                                            std::move(exchange));
+                return executor.submit_read(path, std::move(plan), std::move(dests), ahead);
             },
-            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "ahead"_a = py::none(),
-            "exchange"_a = py::none())
-        .def("begin_exchange", &begin_exchange, "sockets"_a, py::kw_only(), "peer_rows"_a, "ptr"_a,
-             "device"_a, "stream"_a, "length"_a, "count"_a, "step"_a, "patience"_a)
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "ahead"_a = py::none())
         .def(
             "read_ahead",
             [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan) {

@@ -95,7 +95,7 @@ bool WriteJob::gate(std::span<const std::pair<int, std::uint64_t>> streams,
 }
 
 ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)
-    : executor_(std::move(executor)), state_(std::move(state)), exchange_(state_->exchange()) {}
+    : executor_(std::move(executor)), state_(std::move(state)) {}
 
 ReadJob::~ReadJob() {
     if (executor_->abandoned()) {
@@ -103,8 +103,6 @@ ReadJob::~ReadJob() {
         return;
     }
     state_->stop();
-    // A worker may wait for a peer that takes nothing.
-    if (exchange_ && !state_->done()) exchange_->close();
     executor_->cache_.poke();
     state_->wait_done();
 }
@@ -218,25 +216,27 @@ void Executor::create(const std::shared_ptr<WriteState>& state, const std::strin
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
                                                std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                               ReadAhead* ahead,
-                                               std::shared_ptr<Exchange> exchange) {
-    dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false,
-                   exchange ? exchange->peers() : 0);
+                                               ReadAhead* ahead) {
+    dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
     require_blocks(*plan);
     if (ahead != nullptr && (ahead->executor_.get() != this || ahead->state_->path() != path)) {
         throw Error::invalid("the read-ahead is not of " + path + " or is of another executor");
     }
     admit();
     File file = File::open(path, direct_, plan->shares());
-    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests),
-                                             std::move(exchange));
+    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests));
     const Buffers& buffers = state->buffers();
     std::set<std::pair<int, std::uint64_t>> streams;
     for (std::size_t i = 0; i < state->plan().dests(); ++i) {
         if (buffers.device[i] < 0 || state->plan().dest_nbytes(i) == 0) continue;
         streams.emplace(buffers.device[i], buffers.stream[i]);
     }
-    state->devices() = devices_of(streams);
+    for (const auto& [device, handle] : streams) {
+        const auto engine = engines_.at(device);
+        state->devices().add(device, engine);
+        auto* stream = reinterpret_cast<cuda::StreamHandle>(handle);
+        state->devices().add_producer(device, engine->record(stream));
+    }
     if (ahead != nullptr) state->use(ahead->extents_ahead_);
     admit(state, std::min(state->plan().extents().size(), most_blocks(*state)));
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
@@ -248,38 +248,6 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         reader_.look_again();
     }
     return job;
-}
-
-std::shared_ptr<Exchange> Executor::begin_exchange(
-    std::vector<Peer> peers, const std::set<std::pair<int, std::uint64_t>>& streams,
-    std::chrono::milliseconds patience) {
-    admit();
-    std::unique_ptr<Staging> staging;
-    if (!streams.empty()) {
-        JobDevices devices = devices_of(streams);
-        cache_.reserve(cache_.block_bytes());
-        auto block = cache_.acquire([] { return false; });
-        if (!block) throw Error::closed("the host cache has no block");
-        staging =
-            std::make_unique<Staging>(std::move(*block), std::move(devices), Exchange::kMessage);
-    }
-    // A forked child has neither its thread nor the devices.
-    const auto destroy = [owner = shared_from_this()](Exchange* exchange) {
-        if (!owner->abandoned()) delete exchange;
-    };
-    return {new Exchange(std::move(peers), patience, std::move(staging)), destroy};
-}
-
-/// The devices that work is on these streams of, with events behind that work.
-JobDevices Executor::devices_of(const std::set<std::pair<int, std::uint64_t>>& streams) {
-    JobDevices devices;
-    for (const auto& [device, handle] : streams) {
-        const auto engine = engines_.at(device);
-        devices.add(device, engine);
-        auto* stream = reinterpret_cast<cuda::StreamHandle>(handle);
-        devices.add_producer(device, engine->record(stream));
-    }
-    return devices;
 }
 
 std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,

@@ -38,17 +38,15 @@ bool spaced_within(std::uint64_t offset, std::uint64_t length, std::uint64_t cou
            (step > 0 && step >= length && count - 1 <= (total - offset - length) / step);
 }
 
-void Buffers::validate(std::span<const std::uint64_t> nbytes, bool with_witness,
-                       std::size_t peers) const {
+void Buffers::validate(std::span<const std::uint64_t> nbytes, bool with_witness) const {
     const std::size_t n = nbytes.size();
     require_size(address.size(), n, "ptr");
     require_size(device.size(), n, "device");
     require_size(stream.size(), n, "stream");
     if (with_witness) require_size(witness.size(), n, "witness");
     for (std::size_t i = 0; i < n; ++i) {
-        const auto to = peer(static_cast<std::int32_t>(i));
-        require(!to || *to < peers, "device is out of range", i);
-        if (nbytes[i] == 0 || to) continue;
+        require(device[i] >= -1, "device is out of range", i);
+        if (nbytes[i] == 0) continue;
         require(address[i] != 0, "a pointer is null", i);
         require(address[i] <= std::numeric_limits<std::uint64_t>::max() - nbytes[i],
                 "a pointer is out of range", i);

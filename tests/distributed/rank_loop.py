@@ -139,9 +139,8 @@ def run(directory: Path, words: list[str]) -> None:
             found = ckpt.restore([state, *rest])
             if found is None:
                 return {"step": None, "epoch": loop["epoch"]}
-            wrong, received = state.wrong(found.step), found.received_nbytes
-            said = {"step": found.step, "epoch": loop["epoch"], "wrong": wrong, "missing": found.missing_keys}
-            return said | {"received": received} if received else said
+            wrong = state.wrong(found.step)
+            return {"step": found.step, "epoch": loop["epoch"], "wrong": wrong, "missing": found.missing_keys}
         step, _, wrong = word.partition("/")
         loop["epoch"] = int(step)
         return {"committed": save(ckpt, int(step), state, rest, wrong if IS_CONFUSED else "")}

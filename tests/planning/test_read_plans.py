@@ -325,7 +325,7 @@ def test_several_files_are_planned_at_once(
         chunk = np.searchsorted(file.chunks.offset, extent + plan.check_offset)
         assert (file.chunks.record[chunk] == plan.check_record).all()
         assert (file.chunks.crc[chunk] == plan.check_crc).all()
-    columns = [name.name for name in fields(FileRanges) if name.name not in ("nbytes", "shared")]
+    columns = [name.name for name in fields(FileRanges) if name.name != "nbytes"]
     alone = read.plan_read(**{name: getattr(files[0], name) for name in columns}, extent_nbytes=8 * CHUNK)
     (same,) = plan_several(files[:1], 8 * CHUNK)
     assert all(np.array_equal(getattr(alone, f.name), getattr(same, f.name)) for f in fields(ReadPlan))

@@ -75,7 +75,6 @@ PURE = {
 """Names of ``os`` that do not touch files."""
 NO_CHECKPOINTS = {
     "executor.timeline": "writes a trace to the path that the user gives",
-    "ranks.neighbours": "reads what /proc says of this host",
     "cli.output": "keeps the interpreter from writing to a closed pipe",
     "container.pickle_policy": "makes the paths that are part of a state",
 }

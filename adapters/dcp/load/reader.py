@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,23 +19,19 @@ from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.loading import Loading, Place
-from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, introduce
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.adapters.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.container.file import Container, open_container
-from datastates.errors import DatastatesError, FormatError
+from datastates.errors import FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Tally
 from datastates.saving import gate
 from datastates.storage import Location, location, store_of
-
-_WITHIN = 2.0
-"""Seconds for which a rank waits for the others of its host to begin to divide reads. Then each reads alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,8 +52,7 @@ class _Queued:
 class DataStatesStorageReader(FileSystemReader):
     """Loads checkpoints of :class:`DataStatesStorageWriter` and of torch's own writer, for ``dcp.load``.
 
-    It reads only the ranges that are needed, coalesced, straight into the tensors. Ranks of one host that load columns
-    of the same matrices divide the reads.
+    It reads only the ranges that are needed, coalesced, straight into the tensors.
 
     All data that is read from this package's files is verified by checksums. From torch's files, a tensor is verified
     if it is loaded as a whole and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor
@@ -122,44 +116,14 @@ class DataStatesStorageReader(FileSystemReader):
         """Begin to read the file that this rank will probably want, while the ranks exchange their plans.
 
         Returns:
-            The plan in a form that is cheap to exchange, with this rank's offer to the other ranks of its host.
+            The plan in a form that is cheap to exchange.
         """
         prepared = super().prepare_local_plan(plan)
         assert self._metadata is not None  # DCP sets the reader up before
         self._loading = self._new_loading()
-        files = self._files(prepared.items)
-        self._loading.begin(files, self._metadata, self._open)
+        self._loading.begin(self._files(prepared.items), self._metadata, self._open)
         # a planner's own type keeps its own way to be pickled
-        sent = ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
-        sent.storage_data = self._offer(files)
-        return sent
-
-    def offer(self, plan: LoadPlan) -> Offer | None:
-        """The offer of a rank with this plan to the others of its host, or None. For loads that exchange no plans.
-
-        The ``storage_data`` of its plan then are the :class:`~datastates.adapters.dcp.load.neighbours.Neighbours` that
-        the ranks agree on.
-        """
-        return self._offer(self._files(plan.items))
-
-    def _offer(self, files: dict[Location, list[Place]]) -> Offer | None:
-        assert self._metadata is not None  # DCP sets the reader up before
-        offer = Offer.of(itertools.chain.from_iterable(files.values()), self._metadata)
-        if offer is None:
-            return None
-        try:  # only files of this package have the checksums that an exchange needs
-            return offer if own.has_ending(next(iter(files))) else None
-        except (OSError, DatastatesError):  # left to the load, which reports it
-            return None
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0: introduce the ranks of a host that want columns to each other, so that they divide the reads."""
-        prepared: list[LoadPlan] = super().prepare_global_plan(plans)
-        offers = {rank: plan.storage_data for rank, plan in enumerate(prepared) if isinstance(plan.storage_data, Offer)}
-        neighbours = introduce(offers)
-        for rank in offers:
-            prepared[rank].storage_data = neighbours.get(rank)
-        return prepared
+        return ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
 
     def _new_loading(self) -> Loading:
         """Begin a load, in place of one that was begun and not finished."""
@@ -191,11 +155,7 @@ class DataStatesStorageReader(FileSystemReader):
         with contextlib.closing(loading):
             queued = self._queue(loading, plan, planner)
             refuse_reads(Location(self.path), loading.reads, "load a part of the state dict at a time")
-            executor, neighbours = loading.executor(), plan.storage_data
-            if isinstance(neighbours, Neighbours):
-                # the others expect this rank, however few rows it offers
-                loading.reads.offer(neighbours.name, neighbours.rank, neighbours.patience, few=True)
-                loading.reads.meet(neighbours.ranks, executor, within=min(_WITHIN, neighbours.patience))
+            executor = loading.executor()
             with gc_pause.paused():
                 loading.reads.start(executor)
             tally = loading.reads.finish()

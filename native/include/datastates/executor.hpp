@@ -1,13 +1,11 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,7 +17,6 @@
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/host_cache.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/read/exchange.hpp"
 #include "datastates/read/read_state.hpp"
 #include "datastates/read/reader.hpp"
 #include "datastates/write/capturer.hpp"
@@ -97,7 +94,7 @@ class WriteJob : Unmovable {
 };
 
 /// One restore under way; the caller of submit_read owns it. It keeps the executor alive. The
-/// destructor stops the restore, closes its exchange and waits for it. Thread-safe.
+/// destructor stops the restore and waits for it. Thread-safe.
 class ReadJob : Unmovable {
   public:
     ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state);
@@ -112,7 +109,6 @@ class ReadJob : Unmovable {
   private:
     std::shared_ptr<Executor> executor_;
     std::shared_ptr<ReadState> state_;
-    std::shared_ptr<Exchange> exchange_;
 };
 
 /// A read that begins before its destinations are known. Its extents wait in cache blocks until a
@@ -175,17 +171,10 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                            Replicas replicas = {});
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
     /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
-    /// equal offset and length instead of reading them again, and drops the others. What the peers
-    /// of `exchange` want is sent to them.
+    /// equal offset and length instead of reading them again, and drops the others.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                         ReadAhead* ahead = nullptr,
-                                         std::shared_ptr<Exchange> exchange = nullptr);
-    /// Begins to receive what peers send; see Exchange. `streams` are the devices of their rows,
-    /// and the streams that produced the memory.
-    std::shared_ptr<Exchange> begin_exchange(std::vector<Peer> peers,
-                                             const std::set<std::pair<int, std::uint64_t>>& streams,
-                                             std::chrono::milliseconds patience);
+                                         ReadAhead* ahead = nullptr);
     /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
     /// extent that finds no free block, and reads nothing if all open read-aheads together would
     /// have more extents than half of the cache's blocks: other jobs need the rest. It leaves out
@@ -223,7 +212,6 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
     void require_blocks(const ReadPlan& plan) const;
-    JobDevices devices_of(const std::set<std::pair<int, std::uint64_t>>& streams);
     std::size_t most_blocks(const ReadState& state) const;
     void admit();
     void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);

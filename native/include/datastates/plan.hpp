@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -231,7 +230,7 @@ class ReadPlan {
 /// The memory behind a plan's sources or destinations, for one snapshot or one restore.
 struct Buffers {
     std::vector<std::uint64_t> address;
-    std::vector<std::int32_t> device;   // CUDA ordinal, -1: host, -2 - n: none, but peer n (reads)
+    std::vector<std::int32_t> device;   // CUDA ordinal, -1: host
     std::vector<std::uint64_t> stream;  // CUstream that produced it; 0: the legacy default stream
     std::vector<std::uint8_t> witness;  // 1: take fingerprints (writes only)
 
@@ -243,22 +242,15 @@ struct Buffers {
     bool on_host(std::int32_t number) const {
         return device[static_cast<std::size_t>(number)] == -1;
     }
-    /// The peer that a destination stands for: its bytes are sent there. Empty for memory.
-    std::optional<std::size_t> peer(std::int32_t number) const {
-        const std::int32_t where = device[static_cast<std::size_t>(number)];
-        if (where >= -1) return std::nullopt;
-        return static_cast<std::size_t>(-2 - where);
-    }
     /// A buffer in host memory.
     std::byte* host(std::size_t number) const {
         return reinterpret_cast<std::byte*>(address[number]);
     }
 
     /// Throws Error "invalid" unless each column has one entry for each of `nbytes`, and each
-    /// buffer that is not empty has a usable address or stands for one of `peers`. `witness` counts
-    /// only where `with_witness` is set.
-    void validate(std::span<const std::uint64_t> nbytes, bool with_witness,
-                  std::size_t peers = 0) const;
+    /// buffer that is not empty has a usable address. `witness` counts only where `with_witness` is
+    /// set.
+    void validate(std::span<const std::uint64_t> nbytes, bool with_witness) const;
 };
 
 }  // namespace datastates

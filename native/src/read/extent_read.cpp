@@ -15,7 +15,6 @@
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/read/extent_steps.hpp"
-#include "datastates/read/peer_sends.hpp"
 
 namespace datastates {
 namespace {
@@ -204,7 +203,6 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     Cursor cursor(job, extent, how.file);
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
-    PeerSends sends(job, extent);
     auto checks = job.plan().checks(extent);
     const auto steps = read_steps(job, extent);
     Window window(data, steps, windowed);
@@ -240,10 +238,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
             finish_to(end, checks.size() > 1 ? std::min(end, checks[1].offset) : end, &check);
         }
         finish_to(step_end, step_end, nullptr);
-        if (!how.in_place) {
-            copies.advance(step_end, memory);
-            sends.advance(step_end, memory);
-        }
+        if (!how.in_place) copies.advance(step_end, memory);
         window.close(i, copies, i + 1 == steps.size());
     }
     if (how.through_cache) job.file().let_go(extent.offset, extent.length);

@@ -6,12 +6,8 @@
 
 namespace datastates {
 
-ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers,
-                     std::shared_ptr<Exchange> exchange)
-    : plan_(std::move(plan)),
-      buffers_(std::move(buffers)),
-      exchange_(std::move(exchange)),
-      file_(std::move(file)) {
+ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers)
+    : plan_(std::move(plan)), buffers_(std::move(buffers)), file_(std::move(file)) {
     stats_.bytes_needed = plan_->bytes();
     stats_.direct = file_.direct();
 }
@@ -33,7 +29,6 @@ bool ReadState::settled(std::size_t extent) const {
 
 void ReadState::finish(ReadStats stats) {
     file_.close();
-    exchange_.reset();  // it owns the executor, which must not end on a thread of its own
     const std::scoped_lock lock(mutex_);
     stats.bytes_needed = stats_.bytes_needed;
     stats.seconds = seconds_since(start_);

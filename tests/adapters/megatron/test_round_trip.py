@@ -66,13 +66,10 @@ def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     )
 
 
-def test_columns_are_read_once_for_the_ranks_of_a_host(run: Any, tmp_path: Path) -> None:
+def test_columns_are_read_and_damage_in_them_is_found(run: Any, tmp_path: Path) -> None:
     run(
         2,
         """
-        from datastates.adapters.dcp.load import reader as reading
-
-        reading._WITHIN = 30  # on a busy machine ranks may come late
         matrix = torch.arange(1 << 22, dtype=torch.float32).reshape(4096, 1024) + 1
 
         def sharded(dim, whole):
@@ -84,10 +81,8 @@ def test_columns_are_read_once_for_the_ranks_of_a_host(run: Any, tmp_path: Path)
         found = load(sharded(1, torch.zeros_like(matrix)), directory, reader)
         assert torch.equal(found["w"], matrix.chunk(2, 1)[rank()])
         assert reader.tally.needed_nbytes == 1 << 23
-        assert 0.9 * (1 << 22) < reader.tally.received_nbytes < 1.1 * (1 << 22), reader.tally
-        assert reader.tally.read_nbytes < 1.1 * (1 << 23), reader.tally
+        assert reader.tally.read_nbytes - reader.tally.shared_nbytes < 1.1 * (1 << 23), reader.tally
 
-        # rank 0 reads the damaged rows for itself and for rank 1, which then reads its part of them by itself
         damaged = files_of_ranks(directory)[0]
 
         def flip():

@@ -38,8 +38,8 @@ inline std::uint64_t longest_step(const ReadState& job) {
 std::vector<ReadPlan::Stretch> read_steps(const ReadState& job, const ReadPlan::Extent& extent);
 
 /// Reads an extent to `data` if it is not there yet, verifies it, copies its pieces for host memory
-/// to their destinations, starts the copies of its pieces for devices, and sends those for peers.
-/// It copies and sends only bytes that it has verified. What it reads itself goes straight to its
+/// to their destinations, and starts the copies of its pieces for devices. It copies only bytes
+/// that it has verified. What it reads itself goes straight to its
 /// destination, and is verified there, where it is a long stretch of host memory. The rest passes
 /// through the first few megabytes of `data` only, see window_bytes(), which then stay in the
 /// processor's caches. Throws Error "corrupt" for the first checksum that does not match or for a

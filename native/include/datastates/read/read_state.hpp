@@ -17,7 +17,6 @@
 #include "datastates/io/file.hpp"
 #include "datastates/memory/job_devices.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/read/exchange.hpp"
 #include "datastates/read/extents_ahead.hpp"
 
 namespace datastates {
@@ -36,14 +35,10 @@ struct ReadStats {
 /// the result.
 class ReadState {
   public:
-    /// `exchange` may be null if no destination stands for a peer.
-    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers,
-              std::shared_ptr<Exchange> exchange = nullptr);
+    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
 
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    /// Null once the job has ended.
-    const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
     File& file() { return file_; }
     JobDevices& devices() { return devices_; }
     const JobDevices& devices() const { return devices_; }
@@ -72,7 +67,7 @@ class ReadState {
     bool settled(std::size_t extent) const;
     Timeline& timeline() { return timeline_; }
     const Timeline& timeline() const { return timeline_; }
-    /// Closes the file, lets go of the exchange and ends the job.
+    /// Closes the file and ends the job.
     void finish(ReadStats stats);
 
     // For the owner. Thread-safe.
@@ -88,7 +83,6 @@ class ReadState {
   private:
     const std::shared_ptr<const ReadPlan> plan_;
     const Buffers buffers_;
-    std::shared_ptr<Exchange> exchange_;
     File file_;
     const Clock::time_point start_ = Clock::now();
     JobDevices devices_;
