@@ -397,7 +397,6 @@ class Executor:
         ptr: _U64,
         device: _I32,
         stream: _U64,
-        ahead: ReadAhead | None = None,
     ) -> ReadJob:
         """Start a read job.
 
@@ -407,15 +406,6 @@ class Executor:
             ptr: Address of each destination. The memory must stay alive until the job is done or destroyed.
             device: CUDA device number of each destination, or -1 for host memory.
             stream: CUstream of each device destination. Copies wait for the work that is on it now.
-            ahead: A read-ahead of the same path by this executor, which this call ends. Extents that are the same in
-                the plan are not read again; the others are dropped.
-        """
-
-    def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
-        """Begin to read a plan's extents in order, as far as blocks are free; the plan has no destinations.
-
-        Nothing is read if all open read-aheads together need more than half of the blocks. Extents in memory are not
-        read. An extent whose read fails is read again by the job. Raises DatastatesError if this one alone needs more.
         """
 
     def close(self) -> None:
@@ -507,19 +497,6 @@ class WriteJob:
         and track do not overlap, except for cache_wait. A job keeps its first 200,000 spans.
         """
 
-class ReadAhead:
-    """A part of a file that is being read before its destinations are known."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far, with alignment; 0 once a job has taken them over, and counts them itself."""
-
-    def wait(self) -> None:
-        """Wait until reading has ended."""
-
-    def close(self) -> None:
-        """Drop the extents that no job has taken, and wait until reading has ended. Idempotent."""
-
 class ReadJob:
     """One container that is being read into its destinations. Destroying it stops it and waits."""
 
@@ -539,7 +516,7 @@ class ReadJob:
         """
 
     def timeline(self) -> _Spans:
-        """Spans of work as in ``WriteJob.timeline``, with the reads of a read-ahead that the job has taken over.
+        """Spans of work as in ``WriteJob.timeline``.
 
         Stages: read (one extent), verify, copy (from a block to its destinations).
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -175,12 +175,6 @@ class Named:
     nbytes: int
     index_crc: int
     identity: dict[str, Any]
-
-
-def will_open(named: Iterable[Named]) -> None:
-    """Ask the system to read the indexes of containers now, before requests for data that would delay them."""
-    for one in named:
-        store_of(one.path).will_need(one.path, max(0, one.nbytes - archive.GUESS), archive.GUESS)
 
 
 def open_each(named: Sequence[Named]) -> list[Container | None]:

@@ -21,7 +21,6 @@ from datastates.state.shards import Buffer
 from datastates.storage.location import Location
 
 PreparedWrite = _native.WritePlan
-ReadAhead = _native.ReadAhead
 ReplicaRanges = _native.ReplicaRanges
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
@@ -133,7 +132,6 @@ class Executor:
         plan: ReadPlan,
         dests: Columns,
         name_record: Callable[[int], str],
-        ahead: ReadAhead | None = None,
     ) -> ReadJob:
         """Start reading a container's ranges into memory.
 
@@ -142,41 +140,17 @@ class Executor:
             plan: The ranges to read, and their destinations.
             dests: The memory of the plan's destinations. It must stay alive until the job is done.
             name_record: Gives the key of a record by its number, for errors.
-            ahead: A read-ahead of the same file. The job takes its extents over, and does not read them again.
         """
-        job = self._core().submit_read(_opened(path), _prepare_read(plan), *dests, ahead)
+        job = self._core().submit_read(_opened(path), _prepare_read(plan), *dests)
         return ReadJob(job, plan, name_record)
 
-    def read_ahead(self, path: Location, plan: ReadPlan) -> ReadAhead:
-        """Begin to read a file's extents into the host cache, before their destinations are known.
-
-        The extents stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must
-        close the result. Extents that are in the page cache are not read. An error is not reported here: the read job
-        reads the extent again. Nothing is read if the open read-aheads together would take more than half of the
-        cache's blocks.
-
-        Args:
-            path: The container.
-            plan: A plan without destinations, of at most :attr:`most_ahead` extents.
-        """
-        return self._core().read_ahead(_opened(path), _prepare_read(plan))
-
-    @property
-    def most_ahead(self) -> int:
-        """Largest number of extents to read ahead: four for each read in flight, in at most half of the host cache."""
-        blocks: int = self._options["cache_bytes"] // self.block
-        depth: int = self._options["queue_depth"]
-        return min(4 * depth, blocks // 2)
-
-    @property
-    def extent_nbytes(self) -> int:
-        """Longest extent in bytes for reading a file: a block, less room for alignment to pages on both sides."""
-        return self.block - 2 * PAGE
-
     def extent_for(self, nbytes: int) -> int:
-        """Longest extent in bytes for reading ``nbytes``: half of a queue slot's share, but at least 1 MiB."""
+        """Longest extent in bytes for reading ``nbytes``: half of a queue slot's share, but at least 1 MiB.
+
+        It is at most a block, less room for alignment to pages on both sides.
+        """
         depth: int = self._options["queue_depth"]
-        return min(self.extent_nbytes, max(nbytes // (2 * depth), 4 * CHUNK))
+        return min(self.block - 2 * PAGE, max(nbytes // (2 * depth), 4 * CHUNK))
 
     def close(self) -> None:
         """Wait for running jobs and release the host cache. Idempotent."""

@@ -152,5 +152,5 @@ class ReadJob:
         }
 
     def timeline(self) -> list[Span]:
-        """The spans of the job's work so far, with the reads of a read-ahead that it has taken over."""
+        """The spans of the job's work so far."""
         return recorded(self._job).spans()

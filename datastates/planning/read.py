@@ -149,34 +149,6 @@ def plan_read(
     )
 
 
-def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int) -> ReadPlan:
-    """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
-
-    Records get no extents of their own, so an extent may hold many records.
-
-    Args:
-        chunks: The file's first chunks.
-        count: Largest number of extents.
-        complete: Whether ``chunks`` are all of the file's. If not, the last extent is left out, as it may be longer.
-        extent_nbytes: Longest extent in bytes; see :func:`plan_read`.
-    """
-    zero = np.zeros(len(chunks.offset) + 1, np.uint64)
-    whole = plan_read(
-        wanted=Runs.single(chunks.offset.astype(np.int64), zero[1:].astype(np.int64), chunks.length.astype(np.int64)),
-        dest=zero[1:].astype(np.int32),
-        dest_nbytes=np.array([2**62], np.uint64),
-        in_place=np.zeros(1, np.uint8),
-        whole=np.ones(1, np.uint8),
-        chunks=chunks,
-        extent_nbytes=extent_nbytes,
-    )
-    some = whole.part(0, min(count, max(0, len(whole.extent_offset) - (not complete))))
-    none = [f.name for f in fields(ReadPlan) if f.name.startswith(("piece_", "check_")) or f.name == "dest_nbytes"]
-    index = np.zeros_like(some.extent_span)
-    columns = {name: getattr(some, name)[:0] for name in none}
-    return replace(some, extent_piece=index, extent_check=index, **columns)
-
-
 def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
     """Choose the bytes to read and the chunks to verify.
 

@@ -174,12 +174,12 @@ class ReadQueue:
         to = dest[which]
         return device[to], pointer[to] + begin.astype(np.uint64), pointer[to] + end.astype(np.uint64)
 
-    def wanted(self, *, straight: bool) -> FileRanges:
-        """Describe the ranges for the planner.
+    @property
+    def wanted(self) -> FileRanges:
+        """The ranges for the planner.
 
-        Args:
-            straight: Whether storage may be read straight into host memory that begins on a page. Direct I/O needs such
-                memory. Most tensors do not begin on a page.
+        Storage may be read straight into host memory that begins on a page, as direct I/O needs it. Most tensors do
+        not.
         """
         single, (pointer, device, _) = self._single(), self.memory
         dest, wanted = self.ranges()
@@ -190,7 +190,7 @@ class ReadQueue:
             wanted=wanted,
             dest=dest.astype(np.int32),
             dest_nbytes=np.append(single.nbytes, np.array([place.nbytes for _, place, _ in self.runs], np.uint64)),
-            in_place=((device == HOST) & (pointer % np.uint64(PAGE) == 0) & straight).astype(np.uint8),
+            in_place=((device == HOST) & (pointer % np.uint64(PAGE) == 0)).astype(np.uint8),
             whole=np.append(single.whole, np.zeros(len(self.runs), bool)).astype(np.uint8),
             chunks=self.source.chunks(first, last),
         )

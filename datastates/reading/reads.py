@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates.container.file import Container
 from datastates.container.rows import reference
 from datastates.container.table import Row
-from datastates.executor.executor import Executor, ReadAhead
+from datastates.executor.executor import Executor
 from datastates.executor.jobs import ReadJob
 from datastates.executor.timeline import Span
-from datastates.planning import read
 from datastates.planning.several import plan_several
 from datastates.planning.wanted import GAP
 from datastates.reading import overlaps
@@ -30,10 +28,6 @@ from datastates.state.strides import span
 
 SMALL_STATE = 1 << 20
 """A restore of fewer bytes may read as many unwanted bytes, so a small state is verified completely."""
-AHEAD_MINIMUM = 16 << 20
-"""Smallest size in bytes of a container that is read ahead."""
-AHEAD_RECORDS = 4096
-"""Most records to plan a read-ahead for. Planning many tiny records would take longer than reading them ahead saves."""
 SMALL_COPY = 64 * 1024
 """If the copies to a device have at least so many bytes on average, a part is copied there without a host copy."""
 SMALL_ROW = 256
@@ -83,8 +77,6 @@ class Reads:
         self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
         self._loose: set[str] = set()
-        self._ahead: dict[Source, ReadAhead] = {}
-        self._extents_ahead = 0
 
     def _queue(self, source: Source) -> ReadQueue:
         queue = self._queues.get(source)
@@ -179,33 +171,9 @@ class Reads:
         """Keys of arrays whose memory other reads would fill with different bytes; None if there are none."""
         return overlaps.find(list(self._queues.values()))
 
-    def begin(self, source: Container, executor: Executor) -> bool:
-        """Begin to read a whole file ahead, before it is certain that it is wanted. Call :meth:`close` later.
-
-        Args:
-            source: The file.
-            executor: The executor; :meth:`start` must get the same one.
-
-        Returns:
-            Whether there is room to read another file ahead.
-        """
-        extent_nbytes, offset = executor.extent_nbytes, source.data_offset
-        if not len(offset):
-            return True
-        room = executor.most_ahead - self._extents_ahead
-        end = offset[0] + np.uint64(room * extent_nbytes)
-        records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
-        complete = records == len(offset)
-        plan = read.plan_ahead(source.chunks(0, records), room, complete=complete, extent_nbytes=extent_nbytes)
-        self._ahead[source] = executor.read_ahead(source.path, plan)
-        self._extents_ahead += len(plan.extent_offset)
-        return self._extents_ahead < executor.most_ahead
-
     def close(self) -> None:
-        """Stop the reads that still run, and free the memory of extents that were read ahead and not taken."""
+        """Stop the reads that still run."""
         self._jobs.clear()  # the end of a native job stops it
-        for ahead in self._ahead.values():
-            ahead.close()
 
     def start(self, executor: Executor) -> None:
         """Begin to read all files at once. Call :meth:`finish` afterwards.
@@ -213,31 +181,24 @@ class Reads:
         :func:`~datastates.planning.read.plan_read` decides which chunks are verified.
         """
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
-        # first the files that were read ahead, as their extents hold blocks of the host cache until jobs take them
-        queues.sort(key=lambda queue: queue.source not in self._ahead)
-        for source in self._ahead.keys() - {queue.source for queue in queues}:
-            self._ahead[source].close()
         try:
-            # a read-ahead uses the longest extents
-            longest = executor.extent_nbytes if self._ahead else executor.extent_for(self.nbytes)
-            self._submit(executor, queues, longest)
+            self._submit(executor, queues)
         except BaseException:
             self._wait()
             raise
 
-    def _submit(self, executor: Executor, queues: Sequence[ReadQueue], extent_nbytes: int) -> None:
+    def _submit(self, executor: Executor, queues: Sequence[ReadQueue]) -> None:
+        extent_nbytes = executor.extent_for(self.nbytes)
         spare = SMALL_STATE if self.nbytes < SMALL_STATE else 0
         if self._in_full:
             spare = sum(queue.source.nbytes for queue in queues)
-        # the job of a file that is read ahead must have the same extents as the read-ahead
-        wanted = [(queue, queue.wanted(straight=queue.source not in self._ahead)) for queue in queues]
+        wanted = [(queue, queue.wanted) for queue in queues]
         for checked in (True, False):
             some = [one for one in wanted if one[1].chunks.checked is checked]
             plans = plan_several([ranges for _, ranges in some], extent_nbytes, spare)
             for (queue, _), plan in zip(some, plans, strict=True):
-                source, ahead = queue.source, self._ahead.get(queue.source)
-                job = executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead)
-                self._jobs.append(job)
+                source = queue.source
+                self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record))
                 self._loose |= queue.unverified(plan)
 
     def finish(self) -> Tally:

@@ -181,15 +181,6 @@ class Stored:
             return self.head.named(rank, only.file, only.nbytes, only.index_crc32)
         return self.head.named(rank, container_name(rank), *self.catalog.container(rank))
 
-    def expect_objects(self, rank: int) -> None:
-        """Ask the operating system to read the objects of a rank's container soon, ahead of the arrays.
-
-        Raises:
-            FormatError, StorageError: As :meth:`container` does.
-        """
-        if rank < self.head.ranks and (one := self.container(rank)) is not None:
-            store_of(one.path).will_need(one.path, one.index.pickle_offset, one.index.pickle_nbytes)
-
     def base(self, provider: str, rank: int) -> Container | None:
         """The container from which a rank takes a provider's objects; None if no container has the provider.
 

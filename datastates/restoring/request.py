@@ -112,11 +112,6 @@ class RestoreRequest:
             raise ValueError("fallback: needs strict=True: what the older checkpoint lacks would stay half overwritten")
 
     @property
-    def takes_all(self) -> bool:
-        """Whether all arrays are restored under their own names and in their own types."""
-        return self.keys is None and not self.rename and not self.cast
-
-    @property
     def wish(self) -> str:
         """The options that must be the same on all ranks, as a text by which ranks compare their requests."""
         newest = "the newest that is whole" if self.fallback else "the newest"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
-from datastates.restoring import containers_ahead
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
@@ -87,7 +86,6 @@ class Restore:
         self._ranks = 1 if self._own is None else self._own.head.ranks  # number of ranks that saved
         self._alone = self._ranks == meeting.ranks == 1
         self._reads = Reads()
-        self._executor: Executor | None = None  # if it has begun to read ahead
         self._taken: list[_Taken] = []
         self._objects: list[RestoredObject] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
@@ -120,7 +118,7 @@ class Restore:
 
         With ``strict`` it raises RestoreError if something does not fit.
         """
-        fits = self._meeting.compare(partial(self._look_and_compare, reads_ahead=False), self._strangers)
+        fits = self._meeting.compare(self._look_and_compare, self._strangers)
         self._result.unexpected_keys += fits.unexpected
         self._result.missing_keys += self._not_here
         self._note_parts()
@@ -130,12 +128,7 @@ class Restore:
 
     # --- looking: what the checkpoint has for each provider
 
-    def _look(self, *, reads_ahead: bool) -> None:
-        wants_all = reads_ahead and self._request.takes_all
-        if wants_all and self._own is not None:
-            self._own.expect_objects(self._meeting.rank)
-            if self._ranks == 1:
-                self._read_ahead(self._own, lambda ranks: ranks)
+    def _look(self) -> None:
         if self._own is None or self._request.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
             self._live_keys = LiveKeys(self._stored.keys, self._request.rename, named)
@@ -159,8 +152,6 @@ class Restore:
             saved = SavedState(self._own, base, name, self._request, cut)
             saved.note_lost_objects(rank)
             shards = saved.select(provider.destinations(saved))
-            if wants_all and ranks > 1 and not self._taken:
-                self._read_ahead(self._own, partial(saved.wanted_whole, shards))
             self._taken.append(_Taken(provider, saved, shards))
 
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
@@ -193,15 +184,10 @@ class Restore:
             )
         return None if selection.names(name) else _NOTHING
 
-    def _read_ahead(self, own: Stored, choose: Callable[[Sequence[int]], Iterable[int]]) -> None:
-        self._executor = containers_ahead.begin(
-            own, self._providers, self._meeting, self._make_executor, self._reads, choose
-        )
-
     # --- comparing: whether it fits
 
-    def _look_and_compare(self, *, reads_ahead: bool = True) -> Fit:
-        self._look(reads_ahead=reads_ahead)
+    def _look_and_compare(self) -> Fit:
+        self._look()
         for taken in self._taken:
             targets = taken.saved.plan(taken.shards, self._reads)
             for shard in objects_of(taken.shards):
@@ -283,7 +269,7 @@ class Restore:
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
         most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
         try:
-            executor = self._executor or self._make_executor(most)
+            executor = self._make_executor(most)
             self._reads.start(executor)
         finally:  # even after an error, as some reads may have begun
             for taken in self._taken:  # while bytes are read

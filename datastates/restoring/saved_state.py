@@ -10,7 +10,7 @@ import numpy as np
 
 from datastates.commit.claims import object_hash
 from datastates.container import pickle_reader, pickle_writer
-from datastates.container.file import Container, will_open
+from datastates.container.file import Container
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import StoredRows, logical, place_in_pickle
 from datastates.container.table import Row
@@ -25,12 +25,9 @@ from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state import devices, tensor_scan
 from datastates.state.arrays import Destinations
-from datastates.state.parts import Part, uncovered
+from datastates.state.parts import Part
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
-
-_SAMPLED = 16
-"""Number of arrays of a provider that decide whether a container is read ahead."""
 
 
 class SavedState(Compared, Saved):
@@ -124,24 +121,6 @@ class SavedState(Compared, Saved):
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
         return list(self._objects)
-
-    def wanted_whole(self, shards: Sequence[Shard], ranks: Sequence[int]) -> Iterator[int]:
-        """The ranks of ``ranks`` whose saved arrays are wanted, and probably wanted whole. A few arrays decide."""
-        some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
-        wanted: dict[str, list[Part]] = {}
-        for shard in some:
-            if not shard.is_object:
-                wanted.setdefault(full_key(self.name, shard.key), []).append(shard.part)
-        holders = {r for key, parts in wanted.items() for part in parts for r in self._stored.holders(key, part)}
-        needed = [rank for rank in ranks if rank in holders]  # other ranks' containers need not be opened
-        will_open(map(self._stored.named, needed))
-        for rank in needed:
-            if all(
-                row.global_shape == wanted[key][0].global_shape and not uncovered(row.part, wanted[key])
-                for key, rows in self._stored.rows(rank, list(wanted)).items()
-                for row in rows
-            ):
-                yield rank
 
     def structure(self, key: str) -> object:
         """Read a stored object's containers and plain values, with an ArrayRef for each array."""

@@ -20,7 +20,6 @@ from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, sett
 from datastates.storage.location import Location, PathLike
 from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
 
-_ADVISED = 512 << 10
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
@@ -109,13 +108,6 @@ class LocalStore(Store):
             if most is not None and nbytes > most:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
             return b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
-
-    @override
-    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
-        with contextlib.suppress(OSError), _open_file(path) as fd:
-            end = offset + nbytes
-            for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
-                os.posix_fadvise(fd, at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
 
     @override
     def create(self, path: Location, data: bytes) -> None:

@@ -183,10 +183,6 @@ class Store(ABC):
     def read_all(self, path: Location, most: int | None = None) -> bytes:
         """Read a whole file. One of more than ``most`` bytes is an error."""
 
-    @abstractmethod
-    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
-        """Begin to fetch a range that is read soon. Never raises: a failure comes again when the range is read."""
-
     # --- writing
 
     @abstractmethod

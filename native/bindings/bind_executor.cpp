@@ -178,10 +178,6 @@ void bind_jobs(py::module_& module) {
             "name_record"_a, "timeout"_a = py::none())
         .def("stats", &read_stats)
         .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
-    py::class_<ReadAhead>(module, "ReadAhead", py::release_gil_before_calling_cpp_dtor())
-        .def_property_readonly("bytes_read", &ReadAhead::bytes_read)
-        .def("wait", &ReadAhead::wait, py::call_guard<py::gil_scoped_release>())
-        .def("close", &ReadAhead::close, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -234,19 +230,12 @@ void bind_executor(py::module_& module) {
         .def(
             "submit_read",
             [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
-               const py::array& ptr, const py::array& device, const py::array& stream,
-               ReadAhead* ahead) {
+               const py::array& ptr, const py::array& device, const py::array& stream) {
                 Buffers dests = make_buffers(ptr, device, stream);
                 const py::gil_scoped_release release;
-                return executor.submit_read(path, std::move(plan), std::move(dests), ahead);
+                return executor.submit_read(path, std::move(plan), std::move(dests));
             },
-            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "ahead"_a = py::none())
-        .def(
-            "read_ahead",
-            [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan) {
-                return executor.read_ahead(path, std::move(plan));
-            },
-            "path"_a, "plan"_a, py::call_guard<py::gil_scoped_release>())
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a)
         .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>())
         .def("abandon", &Executor::abandon);
 }

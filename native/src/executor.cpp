@@ -111,25 +111,6 @@ std::string ReadJob::backend_name() const {
     return state_->memory_backed() ? kMemory : executor_->backend_name();
 }
 
-ReadAhead::ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
-                     std::shared_ptr<ExtentsAhead> extents_ahead)
-    : executor_(std::move(executor)),
-      state_(std::move(state)),
-      extents_ahead_(std::move(extents_ahead)) {}
-
-void ReadAhead::close() {
-    if (executor_->abandoned()) {
-        keep_for_ever(extents_ahead_);
-        keep_for_ever(state_);
-        return;
-    }
-    extents_ahead_->close();
-    executor_->cache_.poke();
-    if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
-    extents_ahead_->clear();
-    if (open_.exchange(false)) executor_->ahead_extents_ -= state_->plan().extents().size();
-}
-
 std::shared_ptr<Executor> Executor::make(const Options& options) {
     // make_shared cannot call the constructor, which is private so that every executor is shared.
     return std::shared_ptr<Executor>(new Executor(options));
@@ -215,13 +196,11 @@ void Executor::create(const std::shared_ptr<WriteState>& state, const std::strin
 }
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
-                                               std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                               ReadAhead* ahead) {
+                                               std::shared_ptr<const ReadPlan> plan,
+                                               Buffers dests) {
     dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
-    require_blocks(*plan);
-    if (ahead != nullptr && (ahead->executor_.get() != this || ahead->state_->path() != path)) {
-        throw Error::invalid("the read-ahead is not of " + path + " or is of another executor");
-    }
+    require_fits(plan->max_extent_length(),
+                 cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
     admit();
     File file = File::open(path, direct_, plan->shares());
     auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests));
@@ -237,49 +216,17 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         auto* stream = reinterpret_cast<cuda::StreamHandle>(handle);
         state->devices().add_producer(device, engine->record(stream));
     }
-    if (ahead != nullptr) state->use(ahead->extents_ahead_);
-    admit(state, std::min(state->plan().extents().size(), most_blocks(*state)));
+    // After the engines exist, so that memory for a device is page-locked before its first use.
+    const std::size_t blocks = std::min(state->plan().extents().size(), most_blocks(*state));
+    cache_.reserve(blocks * cache_.block_bytes());
+    {
+        const std::scoped_lock lock(mutex_);
+        if (closed_) throw Error::closed("the executor is closed");
+        remember(reads_, state);
+    }
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(state);
-    if (ahead != nullptr) {
-        // Closed only now: the job must be queued to take over the reads in flight.
-        ahead->extents_ahead_->close();
-        cache_.poke();
-        reader_.look_again();
-    }
     return job;
-}
-
-std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
-                                                std::shared_ptr<const ReadPlan> plan) {
-    if (plan->dests() != 0) throw Error::invalid("a read-ahead plan must have no destinations");
-    const std::size_t extents = plan->extents().size();
-    const std::size_t most = cache_.bytes() / cache_.block_bytes() / 2;
-    if (extents > most) {
-        throw Error::invalid("a read-ahead may use half of the cache's blocks, fewer than its " +
-                             std::to_string(extents) + " extents");
-    }
-    require_blocks(*plan);
-    admit();
-    auto extents_ahead = std::make_shared<ExtentsAhead>();
-    auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
-    state->fill(extents_ahead);
-    const std::size_t spare = queue_depth_;  // blocks that read-aheads leave to jobs
-    admit(state, std::min(ahead_extents_ + extents, most) + spare);
-    auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
-    const std::size_t taken = ahead_extents_ += extents;
-    if (taken > most) {
-        ahead_extents_ -= extents;
-        ahead->open_ = false;
-        extents_ahead->close();
-    }
-    reader_.enqueue(state);
-    return ahead;
-}
-
-void Executor::require_blocks(const ReadPlan& plan) const {
-    require_fits(plan.max_extent_length(),
-                 cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
 }
 
 /// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
@@ -290,14 +237,6 @@ std::size_t Executor::most_blocks(const ReadState& state) const {
     if (!state.memory_backed()) return queue_depth_ + worked;
     const std::size_t windows = std::max(cache_.block_bytes() / (2 * longest_step(state)), 1UL);
     return std::max((worked + windows - 1) / windows, std::min(worked, kFewBlocks));
-}
-
-void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {
-    // After the engines exist, so that memory for a device is page-locked before its first use.
-    cache_.reserve(blocks * cache_.block_bytes());
-    const std::scoped_lock lock(mutex_);
-    if (closed_) throw Error::closed("the executor is closed");
-    remember(reads_, state);
 }
 
 void Executor::look_again(const WriteState& job) {

@@ -81,17 +81,6 @@ TEST(gives_up_when_poked) {
     CHECK(!cache.acquire([] { return true; }));
 }
 
-TEST(waits_for_memory_that_is_to_come_and_for_nothing_else) {
-    HostCache cache(64 * kMiB, 4 * kMiB);
-    CHECK(!cache.acquire_coming(kNever));
-    cache.reserve(cache.bytes());
-    std::vector<Block> blocks;
-    while (auto block = cache.acquire_coming(kNever)) blocks.push_back(std::move(*block));
-    CHECK_EQ(blocks.size(), 16U);
-    CHECK(cache.settled());
-    CHECK(!cache.acquire_coming([] { return true; }));
-}
-
 TEST(tells_when_memory_has_become_usable) {
     HostCache cache(64 * kMiB, 4 * kMiB);
     std::atomic<unsigned> calls = 0;

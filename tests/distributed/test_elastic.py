@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import pytest
@@ -15,14 +12,8 @@ import short
 from elastic_state import LAYOUTS, SHAPES, check, live_nbytes, reseal, restore, save
 
 import datastates as ds
-from datastates.commit.manifest import container_name
-from datastates.container.file import Container
-from datastates.container.index import StoredObject
 from datastates.errors import CorruptError
-from datastates.executor.executor import Executor
-from datastates.planning.plans import ReadPlan
 from datastates.reading.stored import Stored
-from datastates.restoring import containers_ahead as reading_ahead
 from datastates.restoring import restore as restoring
 from datastates.state.shards import Shard
 
@@ -68,64 +59,6 @@ def test_no_rank_reads_much_more_than_it_needs(threads: Any, tmp_path: Path, n: 
                 read = restored.read_nbytes - restored.shared_nbytes
                 assert restored.needed_nbytes <= read <= 1.05 * restored.needed_nbytes
             assert outcomes[0][0].unverified_keys == []  # a digest covers what no checksum covers
-
-
-@pytest.mark.parametrize(
-    ("layout", "m", "expected"),
-    [
-        ("rows", 4, [0, 1, 2, 3]),
-        ("rows", 2, [0, 1, 2, 3]),
-        ("rows", 1, [0, 1]),  # these fill half of a host cache as large as the state
-        ("rows", 3, []),
-        ("columns", 4, []),
-    ],
-)
-def test_only_what_is_wanted_whole_is_read_ahead(
-    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, m: int, expected: list[int]
-) -> None:
-    begun = []
-    real = Executor.read_ahead
-
-    def read_ahead(executor: Executor, path: Path, plan: ReadPlan) -> Any:
-        begun.append(path.name)
-        return real(executor, path, plan)
-
-    monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(reading_ahead, "AHEAD_MINIMUM", 0)
-    # where there is a device, other tests have used it
-    monkeypatch.setattr(reading_ahead, "current_device", lambda: None)
-    save(threads, tmp_path / "c", "rows", 4, shapes=LARGE)
-    outcomes = restore(threads, tmp_path / "c", layout, m, LARGE, host_cache="64MiB")
-    check(outcomes, 4)
-    for restored, _ in outcomes:  # nothing was read again
-        assert restored.read_nbytes - restored.shared_nbytes <= 1.05 * restored.needed_nbytes
-    assert sorted(begun) == [container_name(rank) for rank in expected]
-
-
-def test_objects_are_asked_for_before_any_is_read(
-    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the data that other ranks ask for they would come late."""
-    save(threads, tmp_path / "c", "rows", 2)
-    told: dict[int, list[tuple[object, ...]]] = defaultdict(list)
-    real = Container.read_object
-
-    def advise(file: int, *words: int) -> None:
-        told[get_ident()].append(words)
-
-    def read_object(one: Container, stored: StoredObject) -> bytes:
-        index = one.index
-        told[get_ident()].append(("read", index.pickle_offset, index.pickle_nbytes, os.POSIX_FADV_WILLNEED))
-        return real(one, stored)
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(Container, "read_object", read_object)
-    check(restore(threads, tmp_path / "c", "rows", 2), 2)
-    by_rank = [words for words in told.values() if any("read" in some for some in words)]
-    assert len(by_rank) == 2
-    for words in by_rank:
-        first = next(i for i, some in enumerate(words) if "read" in some)
-        assert words[first][1:] in words[:first]
 
 
 def test_little_states_are_read_verified_as_a_whole(threads: Any, tmp_path: Path) -> None:

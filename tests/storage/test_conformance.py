@@ -56,8 +56,6 @@ def test_a_file_that_was_made_is_read(store: Store, root: Location) -> None:
     assert store.read_all(root / "a") == store.read_all(root / "a", 10) == b"0123456789"
     assert store.head(root / "a", 4) == b"0123"
     assert store.head(root / "a", 40) == b"0123456789"
-    store.will_need(root / "a", 0, 10)
-    store.will_need(root / "none", 0, 10)
 
 
 def test_no_range_is_cut_short(store: Store, root: Location) -> None:

@@ -91,9 +91,6 @@ class MemoryStore(Store):
             raise _error(errno.EFBIG, "read", path)
         return data
 
-    def will_need(self, path: Location, offset: int, nbytes: int) -> None:
-        pass
-
     def create(self, path: Location, data: bytes) -> None:
         with self._lock:
             if path.name in self._folder("open", path.parent, path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from datastates.container.table import Row
@@ -21,6 +19,9 @@ from datastates.reading.read_queue import Source
 from datastates.reading.reads import Reads
 from datastates.state import arrays
 from datastates.state.strides import span
+
+Place = tuple[ReadItem, _StorageInfo]
+"""An item, and its place from the checkpoint's metadata."""
 
 
 def begin_of(item: ReadItem) -> tuple[int, ...]:
@@ -32,14 +33,6 @@ def name_of(item: ReadItem) -> str:
     """The name of the item's stored part in messages."""
     begin = begin_of(item)
     return f"{item.storage_index.fqn!r}" + (f" of {begin}" if any(begin) else "")
-
-
-def nbytes_of(item: ReadItem, place: _StorageInfo, metadata: Metadata) -> int:
-    """Bytes that an item wants of the stored part at ``place``."""
-    kind = metadata.state_dict_metadata.get(item.dest_index.fqn)
-    if isinstance(kind, TensorStorageMetadata):
-        return math.prod(item.lengths) * kind.properties.dtype.itemsize
-    return place.length
 
 
 def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:

@@ -18,9 +18,8 @@ from typing_extensions import Unpack
 from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
-from datastates.adapters.dcp.load.loading import Loading, Place
 from datastates.adapters.dcp.load.own_file import OwnFile
-from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
+from datastates.adapters.dcp.load.read_items import ClaimedMemory, Place, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.adapters.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
@@ -29,7 +28,7 @@ from datastates.errors import FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.reading.needed_memory import refuse_reads
-from datastates.reading.reads import Tally
+from datastates.reading.reads import Reads, Tally
 from datastates.saving import gate
 from datastates.storage import Location, location, store_of
 
@@ -77,8 +76,6 @@ class DataStatesStorageReader(FileSystemReader):
         super().__init__(path, _extension_registry)
         warn_of_untried("torch")
         self.settings = IoSettings.of(options)
-        self._metadata: Metadata | None = None
-        self._loading: Loading | None = None
         self.tally: Tally | None = None
         """The amount that the last load read, without items that torch's own code read; None before the first load."""
 
@@ -101,36 +98,12 @@ class DataStatesStorageReader(FileSystemReader):
             path = metadata_file.path_of(Location(self.path), kwargs.get("rank"))
             raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget an earlier load, even one that failed before it read."""
-        self._new_loading().close()
-        super().reset(checkpoint_id)
-
-    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Take the checkpoint's metadata, from which the plans are made."""
-        super().set_up_storage_reader(metadata, *args, **kwargs)
-        self._metadata = metadata
-
     @gc_pause.paused()
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Begin to read the file that this rank will probably want, while the ranks exchange their plans.
-
-        Returns:
-            The plan in a form that is cheap to exchange.
-        """
+        """The plan in a form that is cheap to exchange."""
         prepared = super().prepare_local_plan(plan)
-        assert self._metadata is not None  # DCP sets the reader up before
-        self._loading = self._new_loading()
-        self._loading.begin(self._files(prepared.items), self._metadata, self._open)
         # a planner's own type keeps its own way to be pickled
         return ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
-
-    def _new_loading(self) -> Loading:
-        """Begin a load, in place of one that was begun and not finished."""
-        if self._loading is not None:
-            self._loading.close()
-            self._loading = None
-        return Loading(lambda nbytes: make_executor(self.settings, nbytes))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into the tensors that the planner names. Everything is read when this returns.
@@ -151,14 +124,14 @@ class DataStatesStorageReader(FileSystemReader):
         """
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
         self.tally = None
-        loading, self._loading = self._loading or self._new_loading(), None
-        with contextlib.closing(loading):
-            queued = self._queue(loading, plan, planner)
-            refuse_reads(Location(self.path), loading.reads, "load a part of the state dict at a time")
-            executor = loading.executor()
+        reads = Reads(in_full=True)
+        queued = self._queue(reads, plan, planner)
+        refuse_reads(Location(self.path), reads, "load a part of the state dict at a time")
+        # the reads are closed first
+        with contextlib.closing(make_executor(self.settings, reads.nbytes)) as executor, contextlib.closing(reads):
             with gc_pause.paused():
-                loading.reads.start(executor)
-            tally = loading.reads.finish()
+                reads.start(executor)
+            tally = reads.finish()
         for file in queued.stock:
             tally = file.verify(tally)
         self.tally = tally
@@ -171,12 +144,11 @@ class DataStatesStorageReader(FileSystemReader):
         return done
 
     @gc_pause.paused()
-    def _queue(self, loading: Loading, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
+    def _queue(self, reads: Reads, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
         """Queue the reads of a plan's items, apart from those that torch's own code must read."""
         queued, claims = _Queued([], [], []), ClaimedMemory()
         for path, needed in self._files(plan.items).items():
-            ahead = loading.ahead
-            source = ahead if ahead and ahead.path == path else self._open(path, needed)
+            source = self._open(path, needed)
             file: OwnFile | StockFile
             if source is not None:
                 file = OwnFile(source, needed)
@@ -184,7 +156,7 @@ class DataStatesStorageReader(FileSystemReader):
                 file = StockFile(path, store_of(path).length(path), needed, claims)
                 queued.stock.append(file)
             for item, place in needed:
-                end = file.queue(loading.reads, item, place, planner)
+                end = file.queue(reads, item, place, planner)
                 if end is None:
                     queued.foreign.append(item)
                 else:

@@ -252,10 +252,6 @@ class ZeroFiles(Stored):
         self._first = first
         self._sections = {section.name: section for section in sections}
 
-    def expect_objects(self, rank: int) -> None:
-        """Do nothing: the files' objects were read before."""
-        del rank
-
     def base(self, provider: str, rank: int) -> Container | None:
         """The file in the role of the provider's container, the same for all ranks; None for another provider."""
         del rank

@@ -111,36 +111,10 @@ class ReadJob : Unmovable {
     std::shared_ptr<ReadState> state_;
 };
 
-/// A read that begins before its destinations are known. Its extents wait in cache blocks until a
-/// ReadJob takes them. The destructor drops the extents that no job took. Thread-safe.
-class ReadAhead : Unmovable {
-  public:
-    ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
-              std::shared_ptr<ExtentsAhead> extents_ahead);
-    ~ReadAhead() { close(); }
-
-    /// Stops reading and gives back all blocks that no job took. Returns when that is done.
-    /// Idempotent.
-    void close();
-    /// Returns when the read has ended.
-    void wait() const { state_->wait_done(); }
-    /// Bytes read so far, alignment included. 0 once a job has taken over: it counts them in its
-    /// own stats.
-    std::uint64_t bytes_read() const { return extents_ahead_->bytes_read(); }
-
-  private:
-    friend class Executor;
-
-    std::shared_ptr<Executor> executor_;
-    std::shared_ptr<ReadState> state_;
-    std::shared_ptr<ExtentsAhead> extents_ahead_;
-    std::atomic<bool> open_ = true;
-};
-
 /// Runs write and read jobs. It owns the host cache, all threads and both I/O backends. Jobs share
 /// ownership of it. Thread-safe.
 ///
-/// submit_write, submit_read and read_ahead throw Error "invalid" for a plan or buffers that do not
+/// submit_write and submit_read throw Error "invalid" for a plan or buffers that do not
 /// fit, and Error "closed" after close().
 class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
   public:
@@ -170,19 +144,9 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                            std::shared_ptr<const WritePlan> plan, Buffers sources,
                                            Replicas replicas = {});
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
-    /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
-    /// equal offset and length instead of reading them again, and drops the others.
+    /// destroyed.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
-                                         std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                         ReadAhead* ahead = nullptr);
-    /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
-    /// extent that finds no free block, and reads nothing if all open read-aheads together would
-    /// have more extents than half of the cache's blocks: other jobs need the rest. It leaves out
-    /// extents that are sparse, shared or in memory already: reading these later takes no longer.
-    /// It drops extents that fail; the job reads them again and reports the error. Throws Error
-    /// "invalid" for a plan with destinations, or with more extents than half of the blocks.
-    std::unique_ptr<ReadAhead> read_ahead(const std::string& path,
-                                          std::shared_ptr<const ReadPlan> plan);
+                                         std::shared_ptr<const ReadPlan> plan, Buffers dests);
     /// Refuses new jobs. Waits until the running ones are written or have failed. Idempotent.
     void close();
     /// For a forked child, which does not have the threads. Afterwards the executor and its jobs
@@ -205,16 +169,13 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
   private:
     friend class WriteJob;
     friend class ReadJob;
-    friend class ReadAhead;
 
     explicit Executor(const Options& options);
     template <typename State>
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
-    void require_blocks(const ReadPlan& plan) const;
     std::size_t most_blocks(const ReadState& state) const;
     void admit();
-    void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);
     void create(const std::shared_ptr<WriteState>& state, const std::string& path);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
     /// stopped.
@@ -230,7 +191,6 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     std::mutex mutex_;
     bool closed_ = false;
     std::atomic<bool> abandoned_ = false;
-    std::atomic<std::size_t> ahead_extents_ = 0;  // of all open read-aheads
     std::vector<std::weak_ptr<WriteState>> writes_;
     std::vector<std::weak_ptr<ReadState>> reads_;
     std::string backend_name_;

@@ -161,11 +161,6 @@ void HostCache::wait_settled() const {
     changed_.wait(lock, [&] { return all_settled(); });
 }
 
-bool HostCache::settled() const {
-    const std::scoped_lock lock(mutex_);
-    return all_settled();
-}
-
 void HostCache::watch(std::function<void()> usable) {
     const std::scoped_lock lock(mutex_);
     usable_ = std::move(usable);
@@ -269,13 +264,6 @@ std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
 
 std::optional<Block> HostCache::try_acquire() {
     const std::scoped_lock lock(mutex_);
-    if (free_count_ == 0) return std::nullopt;
-    return take_lowest();
-}
-
-std::optional<Block> HostCache::acquire_coming(const std::function<bool()>& give_up) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return free_count_ > 0 || all_settled() || give_up(); });
     if (free_count_ == 0) return std::nullopt;
     return take_lowest();
 }

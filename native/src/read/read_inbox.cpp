@@ -1,6 +1,5 @@
 #include "datastates/read/read_inbox.hpp"
 
-#include <algorithm>
 #include <utility>
 
 namespace datastates {
@@ -9,15 +8,6 @@ void ReadInbox::put(ReadRuns& job) {
     const std::scoped_lock lock(mutex_);
     queue_.splice(queue_.end(), job);
     wake_locked();
-}
-
-ReadRuns ReadInbox::withdraw(const ReadState& job) {
-    ReadRuns found;
-    const std::scoped_lock lock(mutex_);
-    const auto at =
-        std::ranges::find(queue_, &job, [](const ReadRun& run) { return run.job.get(); });
-    if (at != queue_.end()) found.splice(found.end(), queue_, at);
-    return found;
 }
 
 void ReadInbox::put(Readings& worked) {

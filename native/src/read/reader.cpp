@@ -21,7 +21,7 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       inbox_(*backend_),
       reads_(*backend_),
       thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {
-    cache_.watch([this] { look_again(); });
+    cache_.watch([this] { inbox_.look_again(); });
 }
 
 Reader::~Reader() { cache_.watch({}); }
@@ -35,12 +35,6 @@ void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
         job->finish({});  // so that its owner does not wait for ever
         throw;
     }
-}
-
-bool Reader::withdraw(const ReadState& job) {
-    const ReadRuns found = inbox_.withdraw(job);
-    for (const ReadRun& run : found) run.job->finish({});
-    return !found.empty();
 }
 
 void Reader::run(const std::stop_token& stop) {
@@ -87,7 +81,6 @@ bool Reader::begin_job() {
     ReadState& job = *run.job;
     try {
         if (!job.stopped()) job.devices().order_after_producers(&CopyEngine::restore_stream);
-        if (job.used() != nullptr) take_over(run, *job.used());
     } catch (...) {
         job.fail(0, Error::current());
     }
@@ -99,45 +92,18 @@ bool Reader::begin_job() {
 /// few blocks mostly stay in the processor's caches, from which a GPU then reads them.
 bool Reader::has_room() const {
     return reads_.size() < queue_depth_ &&
-           working_ + copying_.size() < queue_depth_ + workers_.size() + working_kept_;
+           working_ + copying_.size() < queue_depth_ + workers_.size();
 }
 
 bool Reader::may_begin_job() const { return has_room() && (runs_.empty() || runs_.back().begun()); }
 
-/// Takes over a read-ahead. Extents that are read go to the workers all at once, as they have their
-/// blocks already. Reads in flight go on as this job's own. Extents that it does not want are
-/// dropped.
-void Reader::take_over(ReadRun& run, ExtentsAhead& extents_ahead) {
-    run.stats.bytes_read += extents_ahead.take_bytes_read();
-    const auto extents = run.job->plan().extents();
-    for (std::size_t index = 0; index < extents.size() && !run.job->settled(index); ++index) {
-        auto kept = extents_ahead.take(extents[index]);
-        if (!kept) continue;
-        run.taken.insert(index);
-        run.job->timeline().add(kept->read);
-        start_work(std::make_shared<Reading>(
-                       Reading{.run = &run,
-                               .index = index,
-                               .block = std::make_shared<Block>(std::move(kept->block)),
-                               .data = kept->data,
-                               .track = tracks_.take(),
-                               .begin = Clock::now(),
-                               .kept = true}),
-                   false);
-    }
-    extents_ahead.clear();
-    reads_.move(extents_ahead, run);
-}
-
 /// Begins a job's next extent. False when there is no block or stream now: the thread must first
 /// wait for something to end, or the extent is not wanted any more.
 bool Reader::start_next(ReadRun& run) {
-    if (run.taken.contains(run.next)) return true;
     ReadState& job = *run.job;
     const ReadPlan::Extent& extent = job.plan().extents()[run.next];
     const bool cached = job.file().cached(extent.offset, extent.length);
     const bool through_cache = cached || extent.through_cache();
-    if (job.filled() != nullptr && through_cache) return true;
     const bool streamed = extent.shared && !cached;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
@@ -194,20 +160,12 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
 }
 
 /// Null when there is no free block now. Waits for one if nothing else is under way. Otherwise the
-/// cache wakes the thread once new memory is usable. A read-ahead waits for no block that others
-/// hold: it ends.
+/// cache wakes the thread once new memory is usable.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
-    const ReadState& job = reading.job();
-    const bool ahead = job.filled() != nullptr;
     auto block = cache_.try_acquire();
     if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
         windows_.reset();
-        const auto give_up = [&] { return !job.wants(reading.index); };
-        block = ahead ? cache_.acquire_coming(give_up) : cache_.acquire(give_up);
-    }
-    if (!block && ahead && cache_.settled()) {
-        block = cache_.try_acquire();  // one may have come just now
-        if (!block) job.filled()->close();
+        block = cache_.acquire([&] { return reading.job().settled(reading.index); });
     }
     return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
 }
@@ -244,44 +202,16 @@ void Reader::reap() {
 /// Goes on with an extent that the backend has read.
 void Reader::take_read(const std::shared_ptr<Reading>& reading) {
     ReadState& job = reading->job();
-    if (reading->unwanted) {
-        reading->run->stats.bytes_read += reading->bytes_read;
-        tracks_.give_back(reading->track);
-    } else if (job.filled() != nullptr) {
-        keep(*reading);
-        tracks_.give_back(reading->track);
-    } else {
-        job.timeline().add(Stage::read, reading->track, reading->begin, reading->extent().length);
-        try {
-            start_work(reading, false);
-        } catch (...) {
-            job.fail(reading->index, Error::current());
-        }
-    }
-}
-
-/// Puts an extent of a read-ahead with the others.
-void Reader::keep(Reading& reading) {
-    ReadState& job = reading.job();
+    job.timeline().add(Stage::read, reading->track, reading->begin, reading->extent().length);
     try {
-        job.filled()->count(reading.bytes_read);
-        // Drop failed extents: the job that takes over reads them again and reports the error.
-        if (job.stopped() || !reading.block) return;
-        job.filled()->put(reading.extent(), {.block = std::move(*reading.block),
-                                             .data = reading.data,
-                                             .read = {.stage = Stage::read,
-                                                      .track = reading.track,
-                                                      .begin = reading.begin,
-                                                      .end = Clock::now(),
-                                                      .bytes = reading.extent().length}});
+        start_work(reading, false);
     } catch (...) {
-        job.fail(reading.index, Error::current());
+        job.fail(reading->index, Error::current());
     }
 }
 
 void Reader::start_work(std::shared_ptr<Reading> reading, bool through_cache) {
     ReadRun& run = *reading->run;
-    const bool kept = reading->kept;
     Readings worked;  // allocated here, where an error can be thrown
     worked.push_back(std::move(reading));
     workers_.submit(WorkerPool::Task(
@@ -296,7 +226,6 @@ void Reader::start_work(std::shared_ptr<Reading> reading, bool through_cache) {
         }));
     ++working_;
     ++run.under_way;
-    if (kept) ++working_kept_;
 }
 
 /// In a worker: reads an extent if necessary, verifies it, fills its host destinations and starts
@@ -322,7 +251,6 @@ void Reader::take_worked(bool wait) {
     while (!worked.empty()) {
         const Reading& reading = *worked.front();
         --working_;
-        if (reading.kept) --working_kept_;
         if (reading.stream != nullptr) reading.run->streams.give_back(reading.stream);
         reading.run->stats.bytes_read += reading.bytes_read;
         reading.run->stats.in_place_bytes += reading.finished.in_place_bytes;

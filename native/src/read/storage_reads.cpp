@@ -38,14 +38,13 @@ void StorageReads::submit(const std::shared_ptr<Reading>& reading, std::byte* bu
                             .offset = offset,
                             .token = next_token_++};
     const auto part = parts_.try_emplace(request.token).first;
-    part->second = {.reading = reading, .submitter = &run, .request = request};
+    part->second = {.reading = reading, .request = request};
     try {
         backend_.submit(request);
     } catch (...) {
         parts_.erase(part);
         throw;
     }
-    ++run.in_flight;
     if (reading->parts++ == 0) ++run.under_way;
 }
 
@@ -53,38 +52,16 @@ std::shared_ptr<Reading> StorageReads::take(const IoCompletion& completion) {
     const auto found = parts_.find(completion.token);
     Part part = std::move(found->second);
     parts_.erase(found);
-    --part.submitter->in_flight;
     Reading& reading = *part.reading;
     reading.bytes_read += completion.transferred;
     try {
         if (!completion.ok()) throw io_error(completion, part.request);
     } catch (...) {
-        // What was read ahead in vain is nobody's failure.
-        if (!reading.unwanted) reading.job().fail(reading.index, Error::current());
+        reading.job().fail(reading.index, Error::current());
     }
     if (--reading.parts > 0) return nullptr;
     --reading.run->under_way;
     return std::move(part.reading);
-}
-
-void StorageReads::move(const ExtentsAhead& from, ReadRun& to) {
-    const auto extents = to.job->plan().extents();
-    for (auto& [token, part] : parts_) {
-        Reading& reading = *part.reading;
-        if (reading.job().filled() != &from) continue;
-        const ReadPlan::Extent& extent = reading.extent();
-        const auto same =
-            std::ranges::lower_bound(extents, extent.offset, {}, &ReadPlan::Extent::offset);
-        reading.unwanted =
-            same == extents.end() || same->offset != extent.offset || same->length != extent.length;
-        if (!reading.unwanted) {
-            reading.index = static_cast<std::size_t>(same - extents.begin());
-            to.taken.insert(reading.index);
-        }
-        --reading.run->under_way;
-        ++to.under_way;
-        reading.run = &to;
-    }
 }
 
 }  // namespace datastates

@@ -85,8 +85,6 @@ class HostCache : Unmovable {
     bool pinned() const;
     /// Blocks until nothing is left to populate or page-lock.
     void wait_settled() const;
-    /// Whether nothing is left to populate or page-lock.
-    bool settled() const;
     /// Calls `usable`, in place of an earlier one, whenever memory that was to come has become
     /// usable. It runs under the cache's lock, so it must be quick, must not throw and must not
     /// call the cache. Empty: no call is made, and none runs any more.
@@ -98,9 +96,6 @@ class HostCache : Unmovable {
     std::optional<Block> acquire(const std::function<bool()>& give_up);
     /// A free block, or empty if there is none now.
     std::optional<Block> try_acquire();
-    /// Like acquire(), but waits only while memory is still to come. Then it is empty if others
-    /// hold all blocks.
-    std::optional<Block> acquire_coming(const std::function<bool()>& give_up);
     /// Makes waiting callers of acquire() ask `give_up` again.
     void poke();
 

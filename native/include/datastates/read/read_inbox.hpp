@@ -21,8 +21,6 @@ class ReadInbox {
     // For any thread.
     /// Queues a job.
     void put(ReadRuns& job);
-    /// Takes out a job that has not begun; empty if it has.
-    ReadRuns withdraw(const ReadState& job);
     /// Puts an extent that a worker has finished here.
     void put(Readings& worked);
     /// Makes the thread look at its jobs again, also if it is not waiting yet.

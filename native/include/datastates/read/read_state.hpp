@@ -17,7 +17,6 @@
 #include "datastates/io/file.hpp"
 #include "datastates/memory/job_devices.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/read/extents_ahead.hpp"
 
 namespace datastates {
 
@@ -31,8 +30,7 @@ struct ReadStats {
 };
 
 /// The state of one read. The job's owner, the reader and the workers share it. Submit fills the
-/// devices and sets the extents ahead before the reader knows the job. A mutex guards the error and
-/// the result.
+/// devices before the reader knows the job. A mutex guards the error and the result.
 class ReadState {
   public:
     ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
@@ -45,25 +43,13 @@ class ReadState {
     bool memory_backed() const { return file_.memory_backed(); }
     const std::string& path() const { return file_.path(); }
 
-    // Called in submit, before the reader knows the job.
-    /// Makes this a read-ahead: its extents go to `extents_ahead`, and cached extents are left out.
-    void fill(std::shared_ptr<ExtentsAhead> extents_ahead) { filled_ = std::move(extents_ahead); }
-    /// Takes extents from `extents_ahead` instead of reading them again.
-    void use(std::shared_ptr<ExtentsAhead> extents_ahead) { used_ = std::move(extents_ahead); }
-
     // For the reader and its workers.
-    ExtentsAhead* filled() const { return filled_.get(); }
-    ExtentsAhead* used() const { return used_.get(); }
-    /// Whether to begin an extent. After a failure the extents before the failed one are still
-    /// wanted, because the failure of the lowest extent is reported.
-    bool wants(std::size_t extent) const {
-        return !settled(extent) && !(filled_ && filled_->closed());
-    }
     /// Stops the job: no later extent begins. Of several errors the one of the lowest extent is
     /// kept. Thread-safe.
     void fail(std::size_t extent, const Error& error);
-    /// Whether an error at or before `extent` is known, so that `extent` no longer matters.
-    /// Thread-safe.
+    /// Whether an error at or before `extent` is known, so that `extent` no longer matters. After a
+    /// failure the extents before the failed one still do, because the failure of the lowest extent
+    /// is reported. Thread-safe.
     bool settled(std::size_t extent) const;
     Timeline& timeline() { return timeline_; }
     const Timeline& timeline() const { return timeline_; }
@@ -86,8 +72,6 @@ class ReadState {
     File file_;
     const Clock::time_point start_ = Clock::now();
     JobDevices devices_;
-    std::shared_ptr<ExtentsAhead> filled_;
-    std::shared_ptr<ExtentsAhead> used_;
     std::atomic<bool> stopped_ = false;
 
     mutable std::mutex mutex_;

@@ -27,8 +27,7 @@ namespace datastates {
 /// devices. The thread is no background
 /// thread (see work_in_background), because it has to keep the workers busy.
 ///
-/// It cannot deadlock: its own reads and copies need no block but the one that they hold, and
-/// read-aheads leave blocks to the other jobs.
+/// It cannot deadlock: its own reads and copies need no block but the one that they hold.
 class Reader : Unmovable {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
@@ -38,10 +37,6 @@ class Reader : Unmovable {
 
     /// Queues a job. If this throws, the job is done. Thread-safe.
     void enqueue(const std::shared_ptr<ReadState>& job);
-    /// Makes the thread look at its jobs again, for example after one was stopped. Thread-safe.
-    void look_again() { inbox_.look_again(); }
-    /// Ends a job that has not begun; false if it has begun. Thread-safe.
-    bool withdraw(const ReadState& job);
 
   private:
     void run(const std::stop_token& stop);
@@ -50,14 +45,12 @@ class Reader : Unmovable {
     bool begin_job();
     bool has_room() const;
     bool may_begin_job() const;
-    void take_over(ReadRun& run, ExtentsAhead& extents_ahead);
     bool start_next(ReadRun& run);
     std::byte* memory_for(ReadRun& run, Reading& reading, bool cached, bool through_cache);
     std::shared_ptr<Block> take_block(const Reading& reading);
     void wait();
     void reap();
     void take_read(const std::shared_ptr<Reading>& reading);
-    static void keep(Reading& reading);
     void start_work(std::shared_ptr<Reading> reading, bool through_cache);
     static void work(Reading& reading, bool through_cache, unsigned worker);
     void take_worked(bool wait);
@@ -74,7 +67,6 @@ class Reader : Unmovable {
     ReadRuns runs_;  // in their order; only the last one has extents that have not begun
     StorageReads reads_;
     std::size_t working_ = 0;         // extents that workers have
-    std::size_t working_kept_ = 0;    // of these, extents that were read ahead
     Readings copying_;                // their bytes are being copied to devices
     std::shared_ptr<Block> windows_;  // shared by extents, each with a window of it
     std::size_t windows_end_ = 0;     // from here on it is free

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <unordered_set>
 
 #include "datastates/base/timeline.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -18,15 +17,13 @@ namespace datastates {
 /// A job, queued or begun.
 struct ReadRun {
     std::shared_ptr<ReadState> job;
-    Streams streams;                          // for shared extents that are not in the page cache
-    std::size_t next = 0;                     // the extents before it have begun
-    std::unordered_set<std::size_t> taken{};  // extents taken over: do not begin them
-    std::size_t under_way = 0;                // extents that have begun and have not ended
-    std::size_t in_flight = 0;                // parts being read from its file
+    Streams streams;            // for shared extents that are not in the page cache
+    std::size_t next = 0;       // the extents before it have begun
+    std::size_t under_way = 0;  // extents that have begun and have not ended
     ReadStats stats{};
 
-    bool begun() const { return next == job->plan().extents().size() || !job->wants(next); }
-    bool ended() const { return begun() && under_way == 0 && in_flight == 0; }
+    bool begun() const { return next == job->plan().extents().size() || job->settled(next); }
+    bool ended() const { return begun() && under_way == 0; }
 };
 /// Lists, so that elements move from one to the next without allocating memory.
 using ReadRuns = std::list<ReadRun>;
@@ -41,8 +38,6 @@ struct Reading {
     Clock::time_point begin;
     unsigned parts = 0;
     std::uint64_t bytes_read = 0;
-    bool kept = false;       // it was read ahead
-    bool unwanted = false;   // it is being read ahead in vain
     File* stream = nullptr;  // for a shared extent that was not in the page cache
     Finished finished{};
 

@@ -21,16 +21,12 @@ class StorageReads {
     /// Takes a part that has ended. A failure fails the job. Returns the extent if it was its last
     /// part, else null.
     std::shared_ptr<Reading> take(const IoCompletion& completion);
-    /// Makes the reads of a read-ahead the reads of a job's run. Those that it does not want go on
-    /// as unwanted.
-    void move(const ExtentsAhead& from, ReadRun& to);
     /// How many parts are under way.
     std::size_t size() const { return parts_.size(); }
 
   private:
     struct Part {
         std::shared_ptr<Reading> reading;
-        ReadRun* submitter;  // its file is read
         IoRequest request;
     };
     void submit(const std::shared_ptr<Reading>& reading, std::byte* buffer, std::uint64_t offset,
