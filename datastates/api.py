@@ -222,7 +222,7 @@ def load(
         RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
         OutOfMemoryError: The arrays need more memory than is free, with swap space, or than the limits of control
-            groups leave. Nothing was read. With ``like``, arrays on a GPU are not checked.
+            groups leave. Nothing was read. With ``like``, nothing is checked.
         CorruptError: A tensor or object does not match its checksum; the message names it.
         FormatError: A file is damaged, or of no known format. Or elements of a tensor were not saved. Or keys share
             memory on one rank, but are different tensors, which only :func:`open` tells apart.

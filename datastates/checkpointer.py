@@ -285,9 +285,6 @@ class Checkpointer:
                 partly overwritten.
             RanksMissingError: Other ranks did not come within ``rank_timeout`` seconds.
             TrustError: An object needs a class that is not trusted. No state has been changed.
-            OutOfMemoryError: Arrays that have no memory yet need more host memory than is free: new arrays, live arrays
-                that were never written, and copies of arrays that are not read straight into place. No state has been
-                changed.
             CorruptError: Data does not match its checksum or digest; the message names the tensor or object.
             FormatError: A file is damaged. Without ``step``, the message of this and similar errors names an older
                 checkpoint that looks whole.

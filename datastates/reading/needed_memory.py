@@ -1,6 +1,6 @@
-"""The memory that reading a checkpoint needs, and the refusal where less is free.
+"""The memory that new arrays for a checkpoint need, and the refusal where less is free.
 
-Ranks of one host that ask at the same time each see the same free memory: the other ranks' needs do not count. The
+Processes of one host that ask at the same time each see the same free memory: the others' needs do not count. The
 windows of a read, such as the host cache, do not count either.
 """
 
@@ -11,15 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from datastates._base import free_memory, log
-from datastates._base.untouched_memory import untouched_nbytes
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
 from datastates.reading.new_tensors import FoundTensor, nbytes_of
-from datastates.reading.reads import Reads
 from datastates.reading.tensors import TensorFile
-from datastates.state import devices, parts
+from datastates.state import devices
 from datastates.state.new_memory import Into
-from datastates.state.shards import HOST, Shard
 from datastates.storage.location import Location
 
 
@@ -38,32 +35,6 @@ def refuse_large(path: Location, found: FoundTensor, into: Into) -> None:
     """Raise OutOfMemoryError if a new array for one tensor needs more memory than is free; arguments as above."""
     nbytes, on_device = nbytes_of(found), into.device is not None and into.kind(found[0].kind) == "torch"
     _refuse_new(path, *((0, nbytes) if on_device else (nbytes, 0)), into, "free memory")
-
-
-def refuse_reads(path: Location, reads: Reads, remedy: str, converted: Sequence[Shard] = ()) -> None:
-    """Raise OutOfMemoryError if reads take more host memory than is free.
-
-    Live arrays have their memory already. New arrays get it when they are filled. So do arrays that a provider or the
-    user has allocated and not written, and copies of arrays that are not read straight into place. If there is not
-    enough for everything that is filled, the kernel is asked which memory was never accessed.
-
-    Args:
-        path: The checkpoint, for messages.
-        reads: The reads, before they begin.
-        remedy: The way to need less, for the message.
-        converted: More live arrays that are filled.
-    """
-    places = [s.buffer for s in converted if s.buffer is not None and s.buffer.device == HOST]
-    most, free = reads.nbytes + sum(place.nbytes for place in places), free_memory.host_memory(swap=True)
-    log.debug("%s fills %.3g GB of memory, %.3g GB of host memory are free", path, most / 1e9, free / 1e9)
-    if most <= free:
-        return
-    begin, end = reads.filled_on_host()
-    begin = np.append(begin, np.array([place.pointer for place in places], np.int64))
-    end = np.append(end, np.array([place.pointer + place.nbytes for place in places], np.int64))
-    order = np.argsort(begin)
-    nbytes = untouched_nbytes(*parts.union(begin[order], end[order]))
-    _refuse(path, nbytes, free, "host memory", remedy)
 
 
 def needed(files: Sequence[TensorFile], into: Into) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import I64
 from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
@@ -159,13 +158,6 @@ class Reads:
     def nbytes(self) -> int:
         """Bytes of memory that all reads fill."""
         return sum(queue.nbytes for queue in self._queues.values())
-
-    def filled_on_host(self) -> tuple[I64, I64]:
-        """First address and end of each stretch of host memory that is read into, copies of live arrays among them."""
-        none = np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-        every = none, *(queue.filled() for queue in self._queues.values())
-        device, begin, end = map(np.concatenate, zip(*every, strict=True))
-        return begin[device == HOST].astype(np.int64), end[device == HOST].astype(np.int64)
 
     def conflict(self) -> str | None:
         """Keys of arrays whose memory other reads would fill with different bytes; None if there are none."""

@@ -19,7 +19,6 @@ from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.executor.timeline import recorded
 from datastates.reading import casting
-from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
@@ -38,7 +37,6 @@ from datastates.state.memory import note_rewritten
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
 
-_IN_PARTS = "read some arrays at a time, by keys= of restore() or like= of load()"
 _NOTHING = Cut(Selection(()), "")
 """Stands for the cut of a provider with no selected key."""
 
@@ -98,7 +96,7 @@ class Restore:
         spent = partial(recorded, self._result.spans)
         with contextlib.closing(self._reads):
             with spent("compare"):
-                fits = self._meeting.compare(self._agree_to_read, self._strangers)
+                fits = self._meeting.compare(self._look_and_compare, self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
             with spent("wait"):
                 doubtful = set(self._meeting.finish(self._read))
@@ -216,13 +214,6 @@ class Restore:
         unmatched = () if self._selection is None else self._selection.unmatched
         names = [s.name for s in saved if isinstance(s, SavedState)]
         return Fit(np.fromiter(wanted, np.uint64), names, is_vain, unmatched)
-
-    def _agree_to_read(self) -> Fit:
-        """Compare, and check that there is memory."""
-        fit = self._look_and_compare()
-        converted = [cast.shard for taken in self._taken for cast in taken.saved.casts]
-        refuse_reads(self._stored.path, self._reads, _IN_PARTS, converted)
-        return fit
 
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
         if self._alone:

@@ -27,7 +27,6 @@ from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
-from datastates.reading.needed_memory import refuse_reads
 from datastates.reading.reads import Reads, Tally
 from datastates.saving import gate
 from datastates.storage import Location, location, store_of
@@ -120,13 +119,11 @@ class DataStatesStorageReader(FileSystemReader):
             CorruptError: Bytes do not match their checksum; the message names the tensor. Some tensors are overwritten.
             FormatError: A file is damaged.
             StorageError: Reading failed.
-            OutOfMemoryError: Tensors that have no memory yet, and copies, need more than is free. Nothing was read.
         """
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
         self.tally = None
         reads = Reads(in_full=True)
         queued = self._queue(reads, plan, planner)
-        refuse_reads(Location(self.path), reads, "load a part of the state dict at a time")
         # the reads are closed first
         with contextlib.closing(make_executor(self.settings, reads.nbytes)) as executor, contextlib.closing(reads):
             with gc_pause.paused():

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import heap
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from datastates._base import free_memory
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.container.file import open_container
-from datastates.errors import CorruptError, FormatError, OutOfMemoryError, StorageError
+from datastates.errors import CorruptError, FormatError, StorageError
 from states import Parts, blank, copied, failure, files, loaded, same, save_with
 
 MIB = 1 << 20
@@ -222,19 +220,3 @@ def test_one_reader_for_several_loads(tmp_path: Path) -> None:
         dcp.load(into, checkpoint_id=tmp_path / str(number), storage_reader=reader)
         same(into, state)
     assert files(tmp_path) == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize("writer", ["ours", "stock"])
-def test_too_little_memory_is_told_before_a_load(writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numel = 20 * MIB
-    save_with(writer, {"w": torch.ones(numel)}, tmp_path)
-    into = {"w": torch.zeros(numel)}
-    monkeypatch.setattr(free_memory, "host_memory", lambda swap: 0)
-    dcp.load(into, storage_reader=DataStatesStorageReader(tmp_path))  # the tensor has its memory
-    assert into["w"].sum() == numel
-    heap.trim()
-    with pytest.raises(CheckpointException) as raised:
-        dcp.load({"w": torch.empty(numel)}, storage_reader=DataStatesStorageReader(tmp_path))
-    ((error, _),) = raised.value.failures.values()
-    assert isinstance(error, OutOfMemoryError)
-    assert "load a part of the state dict at a time" in str(error)
