@@ -1,8 +1,7 @@
-"""torch.distributed.checkpoint with this package's engine: storage writer and reader, stager, and ``async_save``."""
+"""torch.distributed.checkpoint with this package's engine: storage writer and reader, and ``async_save``."""
 
 from datastates.adapters.dcp.load.reader import DataStatesStorageReader
 from datastates.adapters.dcp.save.async_save import async_save
-from datastates.adapters.dcp.save.stager import DataStatesStager
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 
-__all__ = ["DataStatesStager", "DataStatesStorageReader", "DataStatesStorageWriter", "async_save"]
+__all__ = ["DataStatesStorageReader", "DataStatesStorageWriter", "async_save"]

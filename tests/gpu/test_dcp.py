@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from datastates.adapters.dcp import DataStatesStager, DataStatesStorageReader, DataStatesStorageWriter, async_save
+from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
 
 warnings.simplefilter("ignore")
 device, root = os.environ["DEVICE"], Path(sys.argv[1])
@@ -76,7 +76,7 @@ def same(a, b, path=""):
 # what is planned in a thread is not to meet the collectives of training
 background = dist.new_group(backend="gloo")
 writer = DataStatesStorageWriter(host_cache="64MiB", block="4MiB")
-WAYS = ("snapshot", "async_save", "staged", "save", "stock")
+WAYS = ("snapshot", "async_save", "save", "stock")
 for action in sys.argv[2:]:
     if action == "save":
         model, optimizer = made(1)
@@ -92,15 +92,6 @@ for action in sys.argv[2:]:
                 done = dcp.async_save(
                     taken, checkpoint_id=path, storage_writer=writer, process_group=background
                 ).result
-            elif way == "staged":
-                stager = DataStatesStager(writer)
-                done = dcp.async_save(
-                    taken,
-                    checkpoint_id=path,
-                    storage_writer=writer,
-                    async_stager=stager,
-                    process_group=background,
-                ).upload_completion.result
             else:
                 chosen = dcp.FileSystemWriter(path) if way == "stock" else writer
                 dcp.save(taken, checkpoint_id=path, storage_writer=chosen)

@@ -1,1 +1,1 @@
-"""The storage writer, the stager and ``async_save``."""
+"""The storage writer and ``async_save``."""

@@ -1,4 +1,4 @@
-"""Saves that are begun in one of three ways, while training goes on, and a planner by which they fail."""
+"""Saves that are begun in one of two ways, while training goes on, and a planner by which they fail."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from datastates.adapters import dcp as ours
-from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter
+from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.saving.snapshot import Snapshot
 from states import step
 
-WAYS = ["thread", "stager", "snapshot"]
+WAYS = ["thread", "snapshot"]
 AT_ONCE = 20.0
 """Seconds within which a failed save must let training go on."""
 
 
 class Save:
-    """One save, begun in one of three ways."""
+    """One save, begun in one of two ways."""
 
     def __init__(self, way: str, writer: DataStatesStorageWriter, state: dict[str, Any], path: Path, **options: Any):
         self.way = way
@@ -40,13 +39,7 @@ class Save:
             return staged
 
         writer.hold = held  # type: ignore[method-assign]
-        options = {**options, "checkpoint_id": path, "storage_writer": writer}
-        if way == "thread":
-            self.done = dcp.async_save(state, **options)
-        else:
-            answer = dcp.async_save(state, async_stager=DataStatesStager(writer), **options)
-            assert isinstance(answer, AsyncSaveResponse)
-            self.done, self.staged = answer.upload_completion, answer.staging_completion
+        self.done = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, **options)
         del writer.hold
 
     @property

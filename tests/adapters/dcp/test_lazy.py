@@ -58,20 +58,6 @@ def test_no_step_waits_for_the_storage(tmp_path: Path, way: str) -> None:
     writer.close()
 
 
-def test_a_response_tells_when_the_state_is_staged(tmp_path: Path) -> None:
-    module, optimizer = big()
-    writer = DataStatesStorageWriter(tmp_path, **SMALL)
-    with held():
-        save = Save("stager", writer, state_of(module, optimizer), tmp_path)
-        assert not save.staged.done()
-    save.staged.result(timeout=30)  # as torchtitan waits, before the step
-    assert save.captured
-    step(module, optimizer)
-    save.wait()
-    assert save.snapshot.report.gate_seconds == 0
-    writer.close()
-
-
 def test_what_is_small_or_no_tensor_may_change_at_once(tmp_path: Path) -> None:
     for way in WAYS:
         module, optimizer = big(tensors=3)

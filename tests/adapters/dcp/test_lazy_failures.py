@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from datastates import _native
 from datastates.adapters import dcp as ours
-from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter
+from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save import async_save, staging
 from datastates.errors import DatastatesError, StorageError
 from datastates.saving import course, gate
@@ -45,8 +45,6 @@ def test_a_planner_that_raises_frees_the_optimizer(
     save = Save(way, writer, state_of(module, optimizer), tmp_path / "failed", planner=Failing(where))
     assert stays(module, optimizer) < AT_ONCE
     assert "my own reason" in str(save.error())
-    if way == "stager":
-        save.staged.result(timeout=AT_ONCE)  # a caller that waits for the staging may go on, too
     assert not list((tmp_path / "failed").glob("*"))
     # the writer still saves, in every way
     for number, another in enumerate(WAYS):
@@ -57,18 +55,11 @@ def test_a_planner_that_raises_frees_the_optimizer(
     assert course_of(save.snapshot) not in course._silent
 
 
-@pytest.mark.parametrize("way", ["thread", "stager"])
-def test_without_an_optimizer_who_waits_is_let_go_too(tmp_path: Path, way: str) -> None:
-    """No gate is passed: the stager, ``synchronize_staging()`` and the next save notice the failure by themselves."""
+def test_without_an_optimizer_who_waits_is_let_go_too(tmp_path: Path) -> None:
+    """No gate is passed: ``synchronize_staging()`` and the next save notice the failure by themselves."""
     module, optimizer = big(tensors=2)
     writer = DataStatesStorageWriter(tmp_path, **SMALL)  # no checkpoint_id: nothing resets it
-    options = {"async_stager": DataStatesStager(writer)} if way == "stager" else {}
-    answer: Any = dcp.async_save(
-        state_of(module, optimizer), storage_writer=writer, planner=Failing("local"), **options
-    )
-    if way == "stager":
-        answer.staging_completion.result(timeout=AT_ONCE)
-        answer = answer.upload_completion
+    answer: Any = dcp.async_save(state_of(module, optimizer), storage_writer=writer, planner=Failing("local"))
     assert answer.exception() is not None
     writer.synchronize_staging()
     dcp.save({"w": torch.ones(2)}, storage_writer=writer)
@@ -120,30 +111,29 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path, way: str) -> None
     writer.close()
 
 
-@pytest.mark.parametrize("way", ["thread", "stager"])
-def test_two_saves_at_once_with_one_writer_are_refused(tmp_path: Path, way: str) -> None:
+def test_two_saves_at_once_with_one_writer_are_refused(tmp_path: Path) -> None:
     module, optimizer = big()
     writer = DataStatesStorageWriter(**SMALL)
     state = state_of(module, optimizer)
     expected = copied(state)
     with held(until=GATE):
-        first = Save(way, writer, state, tmp_path / "first")
+        first = Save("thread", writer, state, tmp_path / "first")
         with pytest.raises(DatastatesError, match="one at a time"):
-            Save(way, writer, state, tmp_path / "second")
+            Save("thread", writer, state, tmp_path / "second")
         step(module, optimizer)
         assert first.soon_captured
     first.wait()
     with held("sync"):
-        second = Save(way, writer, state, tmp_path / "second")
+        second = Save("thread", writer, state, tmp_path / "second")
         step(module, optimizer)
         assert second.soon_captured
         with pytest.raises(DatastatesError, match="one at a time"):
-            Save(way, writer, state, tmp_path / "elsewhere")
+            Save("thread", writer, state, tmp_path / "elsewhere")
     second.wait()
     same(loaded(tmp_path / "first", expected), expected)
     assert (tmp_path / "second" / ".metadata").exists()
     assert not (tmp_path / "elsewhere").exists()
-    Save(way, writer, state := state_of(module, optimizer), tmp_path / "third").wait()
+    Save("thread", writer, state := state_of(module, optimizer), tmp_path / "third").wait()
     same(loaded(tmp_path / "third", state), state)
     writer.close()
 

@@ -51,7 +51,7 @@ net, optimizer = make()
 steps(net, optimizer, 0, 1)
 group = dist.new_group(backend="gloo")
 writer = DataStatesStorageWriter(lazy=lambda *_: True, **SMALL)
-for number, how in enumerate(("snapshot", "thread", "stager")):
+for number, how in enumerate(("snapshot", "thread")):
     content = state(net, optimizer)
     norm = {k: v for k, v in content["model"].items() if "running" in k or "num_b" in k}
     content["model"] = {k: v for k, v in content["model"].items() if k not in norm}
@@ -60,14 +60,9 @@ for number, how in enumerate(("snapshot", "thread", "stager")):
         if how == "snapshot":
             wait = ours.async_save(content, root / how, storage_writer=writer).wait_committed
         else:
-            stager = DataStatesStager(writer) if how == "stager" else None
-            response = dcp.async_save(
-                content, checkpoint_id=root / how, storage_writer=writer, process_group=group, async_stager=stager
-            )
-            if how == "stager":
-                response.staging_completion.result(30)
-                response = response.upload_completion
-            wait = response.result
+            wait = dcp.async_save(
+                content, checkpoint_id=root / how, storage_writer=writer, process_group=group
+            ).result
         steps(net, optimizer, 1, 3)
         wait()
     dist.barrier()

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from datastates import _native
 from datastates._base import faults
 from datastates.adapters import dcp as ours
-from datastates.adapters.dcp import DataStatesStager, DataStatesStorageReader, DataStatesStorageWriter
+from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter
 from states import SMALL, loaded, problems, same
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
