@@ -184,6 +184,22 @@ CHAPTERS = {
         (_WRITE, _RESTORE, _LOST),
         layouts=True,
     ),
+    "fsdp2-loop": Chapter(
+        "An FSDP2 loop",
+        "{bytes}, {period} iterations",
+        "A GPT that FSDP2 shards over all GPUs, with its AdamW. *Lost* is what a period that begins with a save takes "
+        "beyond the median plain one, on the slowest rank. Garbage is collected between the periods only. The host "
+        "cache of datastates holds the whole state. An all-reduce is of 256 MiB, the mean of 60.",
+        (
+            _LOST,
+            _CALL,
+            Figure("until durable, GB/s", _rate("durable")),
+            Figure("first forward, ms", _times("first forward", 1e3)),
+            Figure("first backward, ms", _times("first backward", 1e3)),
+            Figure("first step, ms", _times("first step", 1e3)),
+            Figure("all-reduce, ms", _times("all-reduce", 1e3)),
+        ),
+    ),
     "reshard": Chapter("What other ranks saved", "{bytes}", _RESHARDED, (_READ,), layouts=True),
     "reshard-large": Chapter("What other ranks saved, large", "{bytes}", _RESHARDED, (_READ,), layouts=True),
     "files": Chapter(

@@ -22,7 +22,7 @@ from tables import Benchmark, markdown, system_of
 
 MACHINES = {
     "GPU machine": ("gpu", "gpu-durable", "gpu-load"),
-    "Machine with two GPUs": ("gpus-2", "gpus-2-load", "gpus-2-return"),
+    "Machine with two GPUs": ("gpus-2", "gpus-2-load", "gpus-2-return", "gpus-2-loop"),
     "Machine with four GPUs": ("gpus-4",),
     "CPU machine": (
         "cpu",
