@@ -20,7 +20,7 @@ from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import stem_of_partial
 from datastates.commit.pending import LOCK
 from datastates.errors import CommitError
-from datastates.storage import Location, store_of
+from datastates.storage import Location, folders_of
 from datastates.storage.local import opened
 
 _COMMON = 50
@@ -60,9 +60,9 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     """
     refuse(final)
     home = Location(final.parent)
-    store_of(home).make_folder(home)
+    folders_of(home).make_folder(home)
     hidden = Location(staged.parent)
-    trial.refuse_loss_in(hidden, store_of(hidden).look(hidden))
+    trial.refuse_loss_in(hidden, folders_of(hidden).look(hidden))
     old, kept = staged.with_name(_OLD) / final.name, before
     if final.exists():
         kept = _keep(final, staged, before, replace=replace)
@@ -71,11 +71,11 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     try:
         if final.exists() and _move(final, old):
             kept = contents(old)
-        store_of(home).rename(Location(staged), Location(final))
+        folders_of(home).rename(Location(staged), Location(final))
     except OSError:
         _put_back(old, final)
         raise
-    store_of(home).sync_folder(home)
+    folders_of(home).sync_folder(home)
     _keep(old, final, kept, replace=True)  # files that were written between the look and the rename
     clear(staged, final.parent)
 
@@ -166,7 +166,7 @@ def _keep_one(entry: Path, new: Path) -> None:
         shutil.copy2(entry, second, follow_symlinks=False)
     os.replace(second, new)
     second.unlink(missing_ok=True)  # a rename to the same file does nothing
-    store_of(home := Location(new.parent)).sync_folder(home)
+    folders_of(home := Location(new.parent)).sync_folder(home)
 
 
 def _move(folder: Path, to: Path) -> bool:

@@ -85,6 +85,7 @@ def snapshot(
         settings = RankSettings.of(options)
         _calls.check_order(providers)
         target, step = Location.of(path), checked_step(step)
+        tier = tier_of(target.parent)
     world = _calls.open_world(settings, target.parent)
 
     def prepare() -> bytes:
@@ -95,7 +96,6 @@ def snapshot(
 
     try:
         meet(world, name, target, prepare)
-        tier = tier_of(target.parent)
         ballot = Ballot(world, f"{name}/commit", tier, partial(next_alone, tier), step=step)
     except BaseException:
         world.close()

@@ -47,7 +47,7 @@ from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.taken import Taken
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike
 
 
@@ -89,7 +89,7 @@ class Checkpointer:
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             _calls.refuse_checkpoint(self._root)
-            store_of(self._root).make_folder(self._root)
+            folders_of(self._root).make_folder(self._root)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)

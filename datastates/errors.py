@@ -92,6 +92,13 @@ class storage_errors:  # named as a statement, as contextlib.suppress is
             raise StorageError(error.errno or 0, self._operation, str(self._path)) from error
 
 
+class UncertainError(StorageError):
+    """A store did not tell whether it has done what it was asked, or will yet do it: an answer was lost.
+
+    What the operation was to make may be there, or appear later. Look at it.
+    """
+
+
 class DeviceError(DatastatesError, RuntimeError):
     """A CUDA driver call failed; the message names the call and the driver's error."""
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates._base import log
 from datastates.errors import StorageError
-from datastates.storage import Location, store_of
-from datastates.storage.store import ABSENT
+from datastates.storage import Location, folders_of
+from datastates.storage.objects import ABSENT
 
 FILE = ".metadata"
 _publishing = threading.Lock()
@@ -30,7 +30,7 @@ def path_of(directory: Location, rank: int | None) -> Location:
 def read(path: Location) -> Metadata | None:
     """Unpickle the metadata; None if the file is missing, unreadable or holds something else."""
     try:
-        found = pickle.loads(store_of(path).read_all(path))
+        found = pickle.loads(folders_of(path).read_all(path))
     except Exception as error:
         if not (isinstance(error, StorageError) and error.errno in ABSENT):
             log.warning("%s cannot be read, and is replaced: %s", path, error)
@@ -67,7 +67,7 @@ def publish(
     made.storage_meta = storage_meta
     made.version = CURRENT_DCP_VERSION
     new = path.with_name(f"{path.name}.tmp")  # the name that torch uses
-    store = store_of(path)
+    store = folders_of(path)
     with _publishing:
         old = files(read(path))
         store.remove(new, missing_ok=True)

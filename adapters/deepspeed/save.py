@@ -19,7 +19,7 @@ from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot, course_of
-from datastates.storage import Location, store_of
+from datastates.storage import Location, folders_of
 
 
 def pending_of(final: Path, room: Path | None = None) -> Pending:
@@ -210,14 +210,14 @@ class Save:
 
     def _remove_old(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            store_of(final := Location(file.final)).remove(final, missing_ok=True, operation="unlink")
+            folders_of(final := Location(file.final)).remove(final, missing_ok=True, operation="unlink")
         for folder in folders:
-            store_of(place := Location(folder)).sync_folder(place)
+            folders_of(place := Location(folder)).sync_folder(place)
 
     def _rename(self, folders: Iterable[Path]) -> None:
         publish_files([(file.pending.files[0], Location(file.final)) for file in self._files], replace=True)
         for folder in {folder.parent for folder in folders}:  # some of the folders are new
-            store_of(place := Location(folder)).sync_folder(place)
+            folders_of(place := Location(folder)).sync_folder(place)
         for file in self._files:
             file.pending.abandon()
 
@@ -243,7 +243,7 @@ def _publish(latest: Path, tag: str) -> None:
     try:
         pending.begin()
         (new,) = pending.files
-        store_of(new).create(new, tag.encode())
+        folders_of(new).create(new, tag.encode())
         publish_files([(new, Location(latest))], replace=True)
     finally:
         pending.abandon()

@@ -30,7 +30,7 @@ from datastates.errors import StorageError
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.state import arrays, storages
-from datastates.storage import location, store_of
+from datastates.storage import folders_of, location
 from datastates.storage.location import Location
 
 try:
@@ -144,7 +144,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         home = Location(final.parent)
-        store_of(home).make_folder(home)
+        folders_of(home).make_folder(home)
         if final.parent not in self._swept:
             self._swept.add(final.parent)
             tier_of(home).sweep(HIDDEN)

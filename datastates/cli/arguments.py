@@ -6,13 +6,14 @@ import argparse
 
 from datastates.commit.names import checked_step
 from datastates.config import seconds
-from datastates.storage.location import Location
+from datastates.storage import Location, store_of
 
 
 def as_location(text: str) -> Location:
-    """The type of arguments that are paths; raises argparse.ArgumentTypeError for an address."""
+    """The type of arguments that are paths or addresses; raises argparse.ArgumentTypeError if no store serves one."""
     try:
-        return Location.given(text)
+        store_of(path := Location(text))
+        return path
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -12,7 +12,7 @@ from datastates.cli.arguments import as_location, as_seconds
 from datastates.cli.output import complain, flush, print_json, printable, say
 from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise, unknown
 from datastates.formats.recognise import Other
@@ -84,7 +84,7 @@ def _look(path: Location) -> _Listing:
         return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
     if not store_of(path).is_folder(path):
         raise CheckpointNotFoundError(f"{path} is {unknown.what_is(path) or 'neither a directory nor a checkpoint'}")
-    tier, found = tier_of(path), []
+    tier, found = readable_tier(path), []
     every = tier.checkpoints()
     known = {one.path.name for one in every}
     by_age = newest.oldest_first(every)

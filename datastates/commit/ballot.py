@@ -34,7 +34,7 @@ from datastates.ranks.together import is_told
 from datastates.ranks.world import World
 from datastates.storage import store_of
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT
+from datastates.storage.objects import ABSENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

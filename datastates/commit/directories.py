@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from datastates.commit import manifest
 from datastates.commit.names import STEP, final_of
-from datastates.storage import store_of
+from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location
 
 
@@ -40,13 +40,13 @@ def steps(root: Location) -> list[Location]:
 
 def partials(root: Location, targets: re.Pattern[str]) -> list[Location]:
     """The partial directories in ``root`` of final names that ``targets`` matches, sorted; no links."""
-    store = store_of(root)
+    store = folders_of(root)
     every = (root / name for name in sorted(store.names(root)) if (final := final_of(name)) and targets.match(final))
     return [e for e in every if (found := store.look(e, follow=False)) is not None and found.kind == "folder"]
 
 
 def entries(root: Location) -> list[Location]:
     """All directories directly in ``root``, sorted by name; no links."""
-    store = store_of(root)
+    store = folders_of(root)
     every = ((root / name, store.look(root / name, follow=False)) for name in sorted(store.names(root)))
     return [path for path, found in every if found is not None and found.kind == "folder"]

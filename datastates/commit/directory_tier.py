@@ -8,7 +8,7 @@ import errno
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
@@ -18,30 +18,28 @@ from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
 from datastates.commit.names import PARTIAL, STEP, as_debris, stem_of_partial, step_name
 from datastates.commit.pending import LOCK, Pending, is_begun
-from datastates.commit.tier import Committed, Opening, Tier
+from datastates.commit.store_tier import StoreTier
+from datastates.commit.tier import Committed, Opening, ReadableTier, Tier
 from datastates.commit.writers import Writer
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
-from datastates.storage import Lock, store_of
+from datastates.storage import Folders, Lock, folders_of, store_of
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT
+from datastates.storage.objects import ABSENT
 
 _deleting: set[Location] = set()
 """The partial directories that this process is deleting."""
-_LOOKS = 8
-"""Checkpoints that are known and looked at again at each call."""
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
 
-class DirectoryTier(Tier):
+class DirectoryTier(StoreTier, Tier):
     """The checkpoints that are directories in one directory. See :class:`Pending` for how one of them appears."""
 
     def __init__(self, root: Location) -> None:
-        """Remember the directory; nothing is read yet."""
+        """Remember the directory; nothing is read yet. Raises ValueError for an address in a store without folders."""
+        folders_of(root)
         super().__init__(root)
-        self._found: dict[str, tuple[int, Committed]] = {}
-        self._last = ""
 
     @override
     def open(self) -> Opening:
@@ -54,7 +52,7 @@ class DirectoryTier(Tier):
     @override
     def target(self, step: int, *, in_flight: bool = True) -> Location:
         name = step_name(step)
-        there = [e for e in store_of(self.root).names(self.root) if e.startswith(name)]
+        there = [e for e in folders_of(self.root).names(self.root) if e.startswith(name)]
         names = (m[1] if (m := PARTIAL.match(e)) and in_flight else e for e in there)
         taken = [int(m[2] or 0) for m in map(STEP.match, names) if m and int(m[1]) == step]
         return self.root / (f"{name}.r{1 + max(taken)}" if taken else name)
@@ -73,57 +71,18 @@ class DirectoryTier(Tier):
     def _lock_file(self) -> Lock:
         while (path := fence.lock_file(self.root)) != self.root:
             try:
-                return store_of(path).open_lock(path)
+                return folders_of(path).open_lock(path)
             except StorageError as error:
                 if error.errno != errno.ENOENT:  # else a newer run has just taken its place
                     raise
-        return store_of(self.root).open_lock(self.root, write=False)
+        return folders_of(self.root).open_lock(self.root, write=False)
 
     @override
-    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
-        steps = {n: i for n, i in store_of(self.root).numbers(self.root).items() if STEP.match(n)}
-        old = {n: one for n, one in self._found.items() if known and steps.get(n) == one[0]}
-        for name in self._turn(old):
-            del old[name]
-        every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
-        found = [one for _, one in every.values() if one is not None]
-        # no lock, which a fork might find taken: of two threads, the later one decides what is known
-        self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}
-        if all(one.sequence is not None for one in found):
-            return found
-        # the commit made the last change of a folder: it unlinked the lock
-        folders = [store_of(one.path).look(one.path) for one in found]
-        return [
-            one._replace(changed=folder.changed)
-            for one, folder in zip(found, folders, strict=True)
-            if folder is not None
-        ]
-
-    def _turn(self, old: Iterable[str]) -> list[str]:
-        """Some of the names, others at each call: a number of a listing may be given again, and a file be replaced."""
-        names = sorted(old)
-        begin = next((i for i, name in enumerate(names) if name > self._last), 0)
-        chosen = [*names[begin:], *names[:begin]][:_LOOKS]
-        self._last = chosen[-1] if chosen else ""
-        return chosen
-
     def _look(self, name: str, certain: bool) -> Committed | None:
-        """Look at one checkpoint; None if it is none."""
-        entry, match = self.root / name, STEP.match(name)
-        assert match is not None
-        if (file := manifest.look(entry)) is None:
-            if store_of(entry).is_link(entry):
-                _warn_of_link(entry)
-            return None
-        try:
-            sequence = sequence_of(entry, file.version)
-        except CheckpointNotFoundError:  # another process has just deleted it
-            return None
-        except StorageError:
-            if certain:
-                raise
-            sequence = None  # reported to whoever opens it
-        return Committed(sequence, int(match[1]), int(match[2] or 0), entry, 0)
+        found = super()._look(name, certain)
+        if found is None and folders_of(self.root).is_link(self.root / name):
+            _warn_of_link(self.root / name)
+        return found
 
     @override
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
@@ -138,7 +97,7 @@ class DirectoryTier(Tier):
     @contextlib.contextmanager
     def protect(self, path: Location) -> Iterator[None]:
         try:
-            file = store_of(path).open_lock(path / manifest.FILE, write=False)
+            file = folders_of(path).open_lock(path / manifest.FILE, write=False)
         except StorageError as error:
             manifest.refuse_missing(path, error)
             raise
@@ -157,7 +116,7 @@ class DirectoryTier(Tier):
             _deleting.discard(left)
 
     def _remove(self, path: Location, left: Location) -> bool:
-        store = store_of(path)
+        store = folders_of(path)
         try:
             with store.open_lock(path / manifest.FILE, write=False) as file:
                 if file.hold() is False:
@@ -200,8 +159,13 @@ class DirectoryTier(Tier):
 
 
 def tier_of(root: Location) -> Tier:
-    """The tier of a place: for every path, the tier of directories."""
+    """The tier of a place. Raises ValueError for a store of objects, from which checkpoints are only read."""
     return DirectoryTier(root)
+
+
+def readable_tier(root: Location) -> ReadableTier:
+    """The tier of a place in any store, for readers."""
+    return DirectoryTier(root) if isinstance(store_of(root), Folders) else StoreTier(root)
 
 
 def sweep_beside(target: Location) -> None:
@@ -212,17 +176,7 @@ def sweep_beside(target: Location) -> None:
 @functools.cache  # once in a process
 def _warn_of_link(entry: Location) -> None:
     """Warn of a link named like a checkpoint that leads to none, as when a storage is not mounted."""
-    log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, store_of(entry).target(entry))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def sequence_of(path: Location, version: tuple[int, ...]) -> int | None:
-    """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
-    del version
-    try:
-        return manifest.open(path).sequence or 0
-    except FormatError:
-        return None
+    log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, folders_of(entry).target(entry))
 
 
 def _is_left(entry: Location, is_fenced: Callable[[Writer], bool]) -> bool:
@@ -237,7 +191,7 @@ def _is_left(entry: Location, is_fenced: Callable[[Writer], bool]) -> bool:
             return True
         if writers and all(is_fenced(one) or one.process == own_name() or is_gone(one.process) for one in writers):
             return True
-        return lock is _Lock.FREE and store_of(entry).has_stood_still(entry)
+        return lock is _Lock.FREE and folders_of(entry).has_stood_still(entry)
 
 
 class _Lock(enum.Enum):
@@ -252,7 +206,7 @@ class _Lock(enum.Enum):
 @contextlib.contextmanager
 def _locked(entry: Location) -> Iterator[_Lock]:
     """Try to hold a partial directory's lock; yields its state."""
-    store, path = store_of(entry), entry / LOCK
+    store, path = folders_of(entry), entry / LOCK
     try:
         try:
             lock = store.open_lock(path)
@@ -269,14 +223,14 @@ def _locked(entry: Location) -> Iterator[_Lock]:
 
 def _without_manifest(path: Location) -> Location:
     """Undo a commit where a directory cannot be renamed: overlayfs renames none of a lower layer."""
-    store_of(path).remove(path / manifest.FILE)
-    store_of(path).sync_folder(path)
+    folders_of(path).remove(path / manifest.FILE)
+    folders_of(path).sync_folder(path)
     return path
 
 
 def _clear(left: Location) -> None:
     """Delete one partial directory, unless a process holds its lock by now."""
-    store = store_of(left)
+    store = folders_of(left)
     with _locked(left) as lock:
         if lock is _Lock.HELD:
             return

@@ -11,7 +11,7 @@ from typing import Protocol
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
 from datastates.commit.tier import Uncommitted
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 Identity = dict[str, int | str]
@@ -146,7 +146,7 @@ class FileEnding:
         """Remove the file if this snapshot created it."""
         if made:
             with contextlib.suppress(OSError):  # the writer's error is reported instead
-                store_of(self.path).remove(self.path)
+                folders_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """``error`` itself: no other cause is known for a single file."""

@@ -40,9 +40,9 @@ from datastates.commit.pending import LOCK
 from datastates.commit.tier import Opening
 from datastates.commit.writers import Writer
 from datastates.errors import FencedError, StorageError
-from datastates.storage import Store, store_of
+from datastates.storage import Folders, folders_of
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT, absent
+from datastates.storage.objects import ABSENT, absent
 
 FOLDER = ".openings"
 _RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
@@ -50,8 +50,8 @@ _MOST = 1 << 16
 """Most bytes of a file in the folder, and of the lock file of a partial directory."""
 
 
-def _store(root: Location) -> Store:
-    return store_of(root, "opening")
+def _store(root: Location) -> Folders:
+    return folders_of(root, "opening")
 
 
 class _Record(NamedTuple):

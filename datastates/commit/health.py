@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from datastates.commit import manifest, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.directory_tier import readable_tier
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -63,7 +63,7 @@ def older(path: Location, how: str) -> str:
 
 
 def _older(path: Location, how: str) -> str:
-    every = list(newest.by_age(tier_of(path.parent)).items())
+    every = list(newest.by_age(readable_tier(path.parent)).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):
         if problem(other) is None:

@@ -8,8 +8,9 @@ from typing import NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
-from datastates.commit.directory_tier import sequence_of, tier_of
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.directory_tier import readable_tier
+from datastates.commit.store_tier import sequence_of
+from datastates.commit.tier import Committed, ReadableTier
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -34,7 +35,7 @@ def candidates(path: Location, step: int | None = None, *, certain: bool = True)
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
-    tier = tier_of(path)
+    tier = readable_tier(path)
     every = by_certain_age(tier, step) if certain else by_age(tier)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
@@ -64,7 +65,7 @@ def _what_is_there(path: Location) -> str:
     """The end of an error message: the checkpoints that a directory has instead of the wanted one."""
     if not store_of(path).exists(path):
         return ", which does not exist"
-    if every := list(committed(tier_of(path))):
+    if every := list(committed(readable_tier(path))):
         some = ", ".join(map(str, every[-_NAMED:]))
         return f", only of {'..., ' if len(every) > _NAMED else ''}{some}"
     if without := without_manifest(path):
@@ -72,12 +73,12 @@ def _what_is_there(path: Location) -> str:
     return ""
 
 
-def committed(tier: Tier) -> dict[int, Location]:
+def committed(tier: ReadableTier) -> dict[int, Location]:
     """The committed checkpoints in a tier by step, ascending. For a step saved again, the newest one."""
     return dict(sorted(by_age(tier).items()))
 
 
-def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
+def by_age(tier: ReadableTier, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     return oldest_first(tier.checkpoints(certain=certain))
 
@@ -91,7 +92,7 @@ def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:
     return found
 
 
-def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
+def by_certain_age(tier: ReadableTier, step: int | None = None) -> dict[int, Location]:
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:

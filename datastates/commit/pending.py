@@ -21,7 +21,7 @@ from datastates.commit.manifest import Manifest
 from datastates.commit.names import partial
 from datastates.commit.tier import Uncommitted
 from datastates.errors import StorageError
-from datastates.storage import Location, Lock, store_of
+from datastates.storage import Location, Lock, folders_of
 
 LOCK = ".lock"
 _SHOWN = 3
@@ -68,7 +68,7 @@ class Pending(Uncommitted):
     def begin(self) -> Pending:
         root, again = self.target.parent, False
         if self._mark is None:
-            store_of(root).make_folder(root)
+            folders_of(root).make_folder(root)
         while True:
             self._make(again=again)
             again = True
@@ -77,13 +77,13 @@ class Pending(Uncommitted):
                     return self
             except StorageError as error:
                 # another process took the directory for debris before it was locked
-                if error.errno != errno.ENOENT or not store_of(root).is_folder(root):
+                if error.errno != errno.ENOENT or not folders_of(root).is_folder(root):
                     raise
             time.sleep(0.001)  # until the other process has deleted it
 
     def _make(self, *, again: bool) -> None:
         try:
-            store_of(self.directory).add_folder(self.directory, exist_ok=self.shared or again)
+            folders_of(self.directory).add_folder(self.directory, exist_ok=self.shared or again)
         except StorageError as error:
             self._is_ours = error.errno != errno.EEXIST
             raise
@@ -91,7 +91,7 @@ class Pending(Uncommitted):
     def _hold(self) -> bool:
         """Lock the existing directory; returns False if another process is deleting it."""
         path = self.directory / LOCK
-        lock = store_of(path).open_lock(path, create=writers.line(self._mark))
+        lock = folders_of(path).open_lock(path, create=writers.line(self._mark))
         if lock.hold(shared=True) is False or not lock.is_at(path):
             return False
         self._lock = lock
@@ -101,16 +101,16 @@ class Pending(Uncommitted):
     @override
     def seal(self) -> None:
         if self.shared:
-            store_of(self.directory).sync_folder(self.directory)
+            folders_of(self.directory).sync_folder(self.directory)
 
     @override
     def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
-        store_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
+        folders_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
         return self.publish(target, [one.file for one in made.containers])
 
     def publish(self, target: Callable[[], Location], others: Iterable[str] = ()) -> Location:
         """Give the directory its name; ``others`` are files in it. All else is as for :meth:`commit`."""
-        store = store_of(self.directory)
+        store = folders_of(self.directory)
         store.sync_folder(self.directory)
         made = store.look(self.directory)
         if self._mark is None:  # an opening has tried it when it began to save
@@ -131,7 +131,7 @@ class Pending(Uncommitted):
 
     def _refuse_lost(self, path: Location, others: Iterable[str]) -> None:
         """Raise StorageError if a file is not in the renamed directory."""
-        if lost := {*others, *(file.name for file in self.files)}.difference(store_of(path).names(path)):
+        if lost := {*others, *(file.name for file in self.files)}.difference(folders_of(path).names(path)):
             names = ", ".join(sorted(lost)[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
             text = f"rename {path}: the renamed folder lacks {names}: its file system loses what it was told to sync. "
             raise StorageError(errno.EIO, "rename", str(path), f"{text}Save to another one")
@@ -140,7 +140,7 @@ class Pending(Uncommitted):
         path = target()
         while True:
             try:
-                store_of(path).rename(self.directory, path)
+                folders_of(path).rename(self.directory, path)
                 return path
             except StorageError as error:
                 taken, path = path, target()
@@ -153,7 +153,7 @@ class Pending(Uncommitted):
 
     @override
     def abandon(self) -> None:
-        store = store_of(self.directory)
+        store = folders_of(self.directory)
         if not self.shared:
             self.close()  # first: FUSE keeps a file that is open under a hidden name, and so the directory
             if self._is_ours:
@@ -200,13 +200,13 @@ def publish_files(moves: Iterable[tuple[Location, Location]], *, replace: bool) 
     moved: list[tuple[Location, Location]] = []
     try:
         for written, final in moves:
-            store = store_of(final)
+            store = folders_of(final)
             (store.rename if replace else store.rename_new)(written, final)
             moved.append((written, final))
         for folder in sorted({final.parent for _, final in moved}):
-            store_of(folder).sync_folder(folder)
+            folders_of(folder).sync_folder(folder)
     except BaseException:
         for written, final in [] if replace else reversed(moved):
             with contextlib.suppress(OSError):  # a failed export must leave no target
-                store_of(final).rename(final, written)
+                folders_of(final).rename(final, written)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.directory_tier import readable_tier
 from datastates.commit.newest import find
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
@@ -19,7 +19,7 @@ def keep(find: Callable[[], Location | None], reader: contextlib.ExitStack) -> L
     """
     while (path := find()) is not None:
         try:
-            reader.enter_context(tier_of(path.parent).protect(path))
+            reader.enter_context(readable_tier(path.parent).protect(path))
             break
         except CheckpointNotFoundError:
             if path == find():

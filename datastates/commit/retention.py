@@ -12,7 +12,7 @@ from datastates.commit.newest import in_order
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import FencedError
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 
@@ -67,7 +67,7 @@ def _superseded(every: list[tuple[int, Location]]) -> list[Location]:
 
 
 def _is_link(path: Location) -> bool:
-    return store_of(path).is_link(path)
+    return folders_of(path).is_link(path)
 
 
 def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:

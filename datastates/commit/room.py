@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from datastates.commit import manifest
 from datastates.errors import CommitError, DatastatesError, StorageError
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,7 +27,7 @@ def explain(error: BaseException, needed: int, root: Location, more: str) -> Non
     if isinstance(error, StorageError):
         free = None
         with contextlib.suppress(StorageError):
-            free = store_of(root).free(root)
+            free = folders_of(root).free(root)
         has = "" if free is None else f", and {size(free)} are free in {root}"
         error.strerror = f"{error.strerror}; the file needs {size(needed)}{has}{more}"
 

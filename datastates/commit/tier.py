@@ -137,8 +137,8 @@ class Opening(ABC):
         """Leave nothing of this opening if no other one needs it. Does nothing in a forked child. Never raises."""
 
 
-class Tier(ABC):
-    """Commits, lists, protects and deletes the checkpoints in one place.
+class ReadableTier(ABC):
+    """Lists and protects the checkpoints in one place, for readers.
 
     Its methods can be called by several threads and processes at once. They raise StorageError.
 
@@ -149,6 +149,35 @@ class Tier(ABC):
     def __init__(self, root: Location) -> None:
         """Remember the place; nothing is read yet."""
         self.root = root
+
+    @abstractmethod
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        """Every committed checkpoint, ordered by path.
+
+        Args:
+            certain: Raise StorageError if a manifest is unreadable.
+            known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
+                manifest in an old place is then seen a few calls later.
+        """
+
+    @abstractmethod
+    def protect(self, path: Location) -> AbstractContextManager[None]:
+        """Keep a checkpoint from being deleted until the block ends, if the store has locks.
+
+        Raises:
+            CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
+        """
+
+    @abstractmethod
+    def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
+        """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
+
+        ``targets`` matches the final name; the default matches the names of all steps.
+        """
+
+
+class Tier(ReadableTier):
+    """Commits, lists, protects and deletes the checkpoints in one place."""
 
     # --- writing
 
@@ -185,29 +214,9 @@ class Tier(ABC):
     def committing(self) -> AbstractContextManager[None]:
         """Keep others that commit in this place waiting until the block ends, if its store has locks."""
 
-    # --- looking
-
-    @abstractmethod
-    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
-        """Every committed checkpoint, ordered by path.
-
-        Args:
-            certain: Raise StorageError if a manifest is unreadable.
-            known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
-                manifest in an old place is then seen a few calls later.
-        """
-
     @abstractmethod
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
         """The checkpoint that an attempt committed at ``target`` or as a revision of it; None without one."""
-
-    @abstractmethod
-    def protect(self, path: Location) -> AbstractContextManager[None]:
-        """Keep a checkpoint from being deleted until the block ends, if the store has locks.
-
-        Raises:
-            CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
-        """
 
     # --- deleting
 
@@ -221,13 +230,6 @@ class Tier(ABC):
         Raises:
             StorageError: It cannot be deleted. It is no error if it is already gone.
             FencedError: A newer run saves in this place; nothing is deleted.
-        """
-
-    @abstractmethod
-    def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
-        """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
-
-        ``targets`` matches the final name; the default matches the names of all steps.
         """
 
     @abstractmethod

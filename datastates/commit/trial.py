@@ -11,7 +11,7 @@ import errno
 import secrets
 
 from datastates.errors import StorageError
-from datastates.storage import Entry, store_of
+from datastates.storage import Entry, folders_of
 from datastates.storage.location import Location
 
 PREFIX = ".trial-"
@@ -29,7 +29,7 @@ def refuse_loss(place: Location) -> None:
         StorageError: The file was lost (EIO), or a call has failed, as where a file cannot be written in any order.
     """
     folder = place / f"{PREFIX}{secrets.token_hex(4)}"
-    store, moved = store_of(folder, "trial"), folder.with_name(f"{folder.name}-renamed")
+    store, moved = folders_of(folder, "trial"), folder.with_name(f"{folder.name}-renamed")
     try:
         store.add_folder(folder)
         with contextlib.closing(store.writer(folder / "file", direct=False)) as file:
@@ -56,7 +56,7 @@ def refuse_loss(place: Location) -> None:
 
 def _found(file: Location) -> tuple[bytes | None, StorageError | None]:
     try:
-        return store_of(file, "trial").read_all(file, len(_DATA)), None
+        return folders_of(file, "trial").read_all(file, len(_DATA)), None
     except StorageError as error:
         return None, error
 

@@ -28,7 +28,7 @@ from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef
-from datastates.storage import Writer, store_of
+from datastates.storage import FileWriter, folders_of
 from datastates.storage.location import Location
 
 BUFFERS = 3
@@ -157,7 +157,7 @@ class Copier:
         # CRC-32 of each tensor as far as it was read: as stored, and as written (of cast tensors, where files have it)
         sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
-            contextlib.closing(store_of(path).writer(path, direct=self._direct_io)) as target,
+            contextlib.closing(folders_of(path).writer(path, direct=self._direct_io)) as target,
             contextlib.ExitStack() as at_end,
         ):
 
@@ -256,7 +256,7 @@ class Copier:
         places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
         window.bytes[places] = as_written[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
-    def _write(self, target: Writer, window: _Window, sharing: Sharing) -> None:
+    def _write(self, target: FileWriter, window: _Window, sharing: Sharing) -> None:
         """Write the parts of a window that do not share blocks with the checkpoint."""
         data, at = window.bytes, 0
         for begin, end in [*sharing.share(window.stretches), (window.offset + len(data),) * 2]:

@@ -27,7 +27,7 @@ from datastates.reading.casting import FLOATS
 from datastates.reading.tensors import Metadata, Tensors
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -132,7 +132,7 @@ def export(
         for file in planned:
             copier.copy(pending.file(file.name), file)
         if len(planned) > 1:
-            store_of(target).create(pending.file(layout.INDEX), layout.index_of(planned, stored.metadata.index))
+            folders_of(target).create(pending.file(layout.INDEX), layout.index_of(planned, stored.metadata.index))
         _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
@@ -203,7 +203,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 def _pending(place: Location) -> Iterator[Pending]:
     """Yield a partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
     sweep_beside(place)
-    missing = [folder for folder in place.parents if not store_of(folder).exists(folder)]
+    missing = [folder for folder in place.parents if not folders_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)
         pending = Pending(place)
@@ -217,7 +217,7 @@ def _remove_empty(folders: Iterable[Location]) -> None:
     """Remove the folders that exist and are empty, the deepest first."""
     for folder in folders:
         with contextlib.suppress(OSError):
-            store_of(folder).remove_empty(folder)
+            folders_of(folder).remove_empty(folder)
 
 
 def _publish(pending: Pending, target: Location) -> None:

@@ -9,7 +9,7 @@ from datastates._base.sizes import PAGE
 from datastates.container.table import Row
 from datastates.reading.tensors import TensorFile
 from datastates.state.strides import is_row_major
-from datastates.storage import Writer
+from datastates.storage import FileWriter
 from datastates.storage.location import Location
 
 SHORTEST = 1 << 20
@@ -62,7 +62,7 @@ def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> S
 class Sharing:
     """Shares stretches with one exported file, until the store refuses."""
 
-    def __init__(self, target: Writer) -> None:
+    def __init__(self, target: FileWriter) -> None:
         """Begin to share with the file ``target``."""
         self._target = target
         self._refused = False

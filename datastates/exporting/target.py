@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from datastates.commit.names import PARTIAL
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 SAFETENSORS = ".safetensors"
@@ -32,7 +32,7 @@ def place_of_partial(target: Location) -> Location:
 
     A folder that is there keeps its mode, its owner and whatever stands in it or is mounted on it. A link is followed.
     """
-    return target / INSIDE if store_of(target).is_folder(target) and not is_file(target) else target
+    return target / INSIDE if folders_of(target).is_folder(target) and not is_file(target) else target
 
 
 def refuse_existing(target: Location) -> None:
@@ -40,7 +40,7 @@ def refuse_existing(target: Location) -> None:
 
     Partial directories of other exports in a folder do not count: their files do not have their names yet.
     """
-    store = store_of(target)
+    store = folders_of(target)
     if store.is_folder(target) and not is_file(target):
         if all((match := PARTIAL.match(name)) and match[1] == INSIDE for name in store.names(target)):
             return

@@ -15,14 +15,14 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 
 from datastates.errors import StorageError, UnreachableError
-from datastates.storage import Store, store_of
+from datastates.storage import Folders, folders_of
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT
+from datastates.storage.objects import ABSENT
 
 
-def store(path: Location) -> Store:
-    """The :class:`Store` of the shared directory where ranks meet."""
-    return store_of(path, "ranks")
+def store(path: Location) -> Folders:
+    """The :class:`Folders` of the shared directory where ranks meet."""
+    return folders_of(path, "ranks")
 
 
 def names(folder: Location) -> list[str]:

@@ -32,7 +32,7 @@ from datastates.ranks.file_board import FileBoard, names, read, remove, store
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Lock
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT
+from datastates.storage.objects import ABSENT
 
 FOLDER = ".ranks"
 _ANSWERS = "joined"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from datastates.restoring.restored import Restored
+from datastates.storage.location import Face
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Comparison:
         nbytes: Bytes that this rank would fill without a conversion.
     """
 
-    path: Path
+    path: Face
     step: int
     restored_keys: tuple[str, ...]
     cast_keys: dict[str, str]
@@ -34,7 +34,7 @@ class Comparison:
     nbytes: int
 
     @classmethod
-    def of(cls, path: Path, result: Restored, restored: list[str], nbytes: int) -> Comparison:
+    def of(cls, path: Face, result: Restored, restored: list[str], nbytes: int) -> Comparison:
         """Make a comparison from the findings of a restore that has not read yet.
 
         Args:

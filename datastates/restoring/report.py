@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from datastates.executor.timeline import Stage
+from datastates.storage.location import Face
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RestoreReport:
     """
 
     step: int
-    path: Path
+    path: Face
     nbytes: int
     read_nbytes: int
     seconds: float

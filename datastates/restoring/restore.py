@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -88,7 +87,7 @@ class Restore:
         self._objects: list[RestoredObject] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
-        self._result = Restored(stored.step or 0, Path(stored.path))
+        self._result = Restored(stored.step or 0, stored.path.face)
 
     @gc_pause.paused()
     def run(self) -> Restored:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from datastates._base import log
 from datastates.errors import RestoreError
 from datastates.executor.timeline import RESTORE_WAITS_FOR, Span, stages, write_trace
 from datastates.reading.tensors import Tensors
 from datastates.restoring.report import RestoreReport
+from datastates.storage.location import Face
 
 _SHOWN = 8
 _WITHOUT_IT = r"restore(rename={re.compile(r'_orig_mod\.'): ''}) takes it out"
@@ -43,7 +43,7 @@ class Restored:
     """
 
     step: int
-    path: Path
+    path: Face
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: dict[str, str] = field(default_factory=dict)

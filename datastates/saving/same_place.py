@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from datastates.saving.engine import Engine
-from datastates.storage import store_of
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 _places: weakref.WeakKeyDictionary[Engine, tuple[Location, object]] = weakref.WeakKeyDictionary()
@@ -14,7 +14,7 @@ _places: weakref.WeakKeyDictionary[Engine, tuple[Location, object]] = weakref.We
 
 def add(engine: Engine, root: Location) -> None:
     """Note that an engine saves in a directory; raises StorageError if that cannot be looked at."""
-    found = store_of(root).look(root)
+    found = folders_of(root).look(root)
     _places[engine] = root, found and found.place
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -16,20 +17,23 @@ from typing_extensions import override
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
 from datastates.storage import mounts
+from datastates.storage.folders import FileWriter, Folders, Lock
 from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, settle
 from datastates.storage.location import Location, PathLike
-from datastates.storage.store import ABSENT, Entry, Lock, Store, Writer
+from datastates.storage.objects import ABSENT, Entry, Traits
 
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
 
 
-class LocalStore(Store):
+class LocalStore(Folders):
     """Files and folders of file systems, by absolute path.
 
     Nothing is kept in memory but the mounts under the folders that :meth:`make_folder` was asked for.
     """
+
+    traits = Traits(has_files=True)
 
     def __init__(self, stage: str) -> None:
         """Ignore ``stage``: only :class:`~datastates.storage.faulty.FaultyStore` uses it."""
@@ -49,9 +53,26 @@ class LocalStore(Store):
                 if error.errno in _NOTHING:
                     return None
                 raise
-        place = found.st_dev, found.st_ino
-        version = (*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        return Entry(_kind(found.st_mode), found.st_size, found.st_mtime_ns, place, version)
+        return _entry(found)
+
+    @override
+    def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        with self._call("list", folder):
+            try:
+                with os.scandir(folder) as every:
+                    for one in every:
+                        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+                            found[one.name] = _entry(one.stat(follow_symlinks=False))
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+        if not deep:
+            return found
+        files = {name: entry for name, entry in found.items() if entry.kind == "file"}
+        for name in (name for name, entry in found.items() if entry.kind == "folder"):
+            files |= {f"{name}/{below}": entry for below, entry in self.entries(folder / name, deep=True).items()}
+        return files
 
     @override
     def names(self, folder: Location, *, stale_ok: bool = False) -> list[str]:
@@ -133,7 +154,7 @@ class LocalStore(Store):
             Path(path).touch()
 
     @override
-    def writer(self, path: Location, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool = False) -> FileWriter:
         # for reading, too: rclone then keeps the file in its cache, where it can be written at any place
         with self._call("open", path):
             file = opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -188,7 +209,7 @@ class LocalStore(Store):
 
     @override
     def rename_new(self, source: Location, target: Location) -> None:
-        """As :meth:`Store.rename_new`.
+        """As :meth:`Folders.rename_new`.
 
         NFS knows no such rename: the file gets a second name there, and loses the first. Where there are no hard links
         either, as in some object stores that are mounted, a file that is made between a look and the rename is
@@ -214,6 +235,11 @@ class LocalStore(Store):
             except OSError as error:
                 if not missing_ok or error.errno not in ABSENT:
                     raise
+
+    @override
+    def discard(self, paths: Sequence[Location]) -> None:
+        for path in paths:
+            self.remove(path, missing_ok=True)
 
     @override
     def remove_empty(self, folder: Location) -> None:
@@ -242,6 +268,12 @@ class LocalStore(Store):
             if create is not None:
                 lock.write(create)
             return lock
+
+
+def _entry(found: os.stat_result) -> Entry:
+    place = found.st_dev, found.st_ino
+    version = (*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return Entry(_kind(found.st_mode), found.st_size, found.st_mtime_ns, version, place)
 
 
 def _kind(mode: int) -> str:

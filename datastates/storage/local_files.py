@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,8 +16,9 @@ from typing_extensions import override
 from datastates import _native
 from datastates._base.sizes import PAGE
 from datastates.errors import StorageError, storage_errors
+from datastates.storage.folders import FileWriter, Lock
 from datastates.storage.location import Location
-from datastates.storage.store import ABSENT, Lock, Writer
+from datastates.storage.objects import ABSENT
 
 Call: TypeAlias = Callable[[str, Location], AbstractContextManager[None]]
 """A context in which one system call is made, given its operation and path."""
@@ -69,7 +71,7 @@ class LocalLock(Lock):
         self._file.close()
 
 
-class LocalWriter(Writer):
+class LocalWriter(FileWriter):
     """A new file, written by ``pwrite``."""
 
     def __init__(
@@ -90,6 +92,7 @@ class LocalWriter(Writer):
         self._is_direct = past_cache is not None
         self._call = call
         self._nbytes = 0
+        self._finished = False
 
     @override
     def write(self, data: Any, offset: int) -> None:
@@ -116,6 +119,8 @@ class LocalWriter(Writer):
 
     @override
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
+        if source.is_address:
+            return False
         # another file system, or one without reflinks; another failure comes again when the range is written
         try:
             with _native.open_descriptor(source, os.O_RDONLY, 0) as fd:
@@ -136,12 +141,17 @@ class LocalWriter(Writer):
     @override
     def finish(self) -> None:
         settle(self._files, self._path, self._nbytes, self._call)
+        self._finished = True
 
     @override
     def close(self) -> None:
         if self._past_cache is not None:
             self._past_cache.close()
         self._file.close()
+        if not self._finished:
+            self._finished = True
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
 
 def settle(files: Sequence[_native.Descriptor], path: Location, nbytes: int, call: Call) -> None:

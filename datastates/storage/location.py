@@ -1,4 +1,4 @@
-"""Paths of files and folders as immutable text: checks of the paths that users give, and names beside a path."""
+"""Paths and addresses as immutable text: checks of those that users give, and names beside one."""
 
 from __future__ import annotations
 
@@ -7,39 +7,49 @@ import re
 from pathlib import Path, PurePosixPath
 
 PathLike = str | os.PathLike[str]
+Face = Path | str
+"""A location as users get it: a ``pathlib.Path`` for a path, a string for an address."""
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turns two into one; a drive has one letter
 
 
 class Location:
-    """The path of a file or a folder in a file system, as text. Immutable.
+    """The path of a file or a folder in a file system, or an address in a registered store, as text. Immutable.
 
-    It makes other locations, and does nothing else. A :class:`~datastates.storage.store.Store` reads and writes there.
+    It makes other locations, and does nothing else. A :class:`~datastates.storage.objects.Store` reads and writes
+    there. An address is ``SCHEME://PLACE/NAME``; ``SCHEME://PLACE`` is the root of its locations.
     """
 
     __slots__ = ("_text",)
+    _text: str
 
     def __init__(self, text: PathLike) -> None:
-        """Take the path as it is, without redundant slashes and dots."""
-        self._text = str(PurePosixPath(text))
+        """Take the path or address as it is, without redundant slashes and dots."""
+        given = text._text if isinstance(text, Location) else os.fspath(text)
+        if scheme := scheme_of(given):  # a path of pathlib has one slash after the scheme
+            self._text = f"{scheme}:/{PurePosixPath('/', given[len(scheme) + 1 :].lstrip('/'))}"
+        else:
+            self._text = str(PurePosixPath(given))
 
     @classmethod
     def of(cls, path: PathLike) -> Location:
-        """The absolute path for the path that a user gave, with ``~`` expanded.
+        """The location that a user gave: an address, or a path, which is made absolute, with ``~`` expanded.
 
         Raises:
             TypeError: It is neither a string nor an os.PathLike.
-            ValueError: It is empty, or an address.
+            ValueError: It is empty.
         """
+        if isinstance(path, Location) and path.is_address:
+            return path
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: must be a string or os.PathLike, got {path!r:.40} ({type(path).__name__})")
         if not os.fspath(path):
             raise ValueError("the path of a checkpoint is empty")
-        return cls(Path(cls.given(path)).expanduser().absolute())
+        return cls(path if scheme_of(path) else Path(path).expanduser().absolute())
 
     @classmethod
     def given(cls, path: PathLike) -> Location:
-        """The path that a user or a framework gave, also a relative one; raises as :func:`refuse_address`."""
+        """The path that a framework gave, also a relative one; raises as :func:`refuse_address`."""
         refuse_address(path)
         return cls(path)
 
@@ -55,10 +65,29 @@ class Location:
     def __truediv__(self, name: str) -> Location:
         """The location of a name below this one. The name may have slashes in it."""
         if "/" in name or name in ("", ".") or self._text in ("/", "//", "."):
-            return Location(PurePosixPath(self._text, name))
+            return self._with(self._names / name)
         made = object.__new__(Location)  # as it is for every file of every checkpoint in a directory
         made._text = f"{self._text}/{name}"
         return made
+
+    @property
+    def is_address(self) -> bool:
+        """Whether it is an address, not a path."""
+        return "://" in self._text  # no path without redundant slashes has it
+
+    @property
+    def _names(self) -> PurePosixPath:
+        """The path; of an address, its names below the root as an absolute path."""
+        return PurePosixPath(self._text[len(self._root) :] or "/") if self.is_address else PurePosixPath(self._text)
+
+    @property
+    def _root(self) -> str:
+        """The root of an address; empty for a path."""
+        return "/".join(self._text.split("/", 3)[:3]) if self.is_address else ""
+
+    def _with(self, names: PurePosixPath) -> Location:
+        """The location of other names, as :attr:`_names` gives them, in the same store."""
+        return Location(f"{self._root}{names}" if self.is_address else names)
 
     @property
     def name(self) -> str:
@@ -77,28 +106,35 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The folder that holds this path."""
-        return Location(PurePosixPath(self._text).parent)
+        """The folder that holds this path; a root is its own."""
+        return self._with(self._names.parent)
 
     @property
     def parents(self) -> list[Location]:
         """The folders above this path, the deepest first."""
-        return [Location(one) for one in PurePosixPath(self._text).parents]
+        return [self._with(one) for one in self._names.parents]
 
     def with_name(self, name: str) -> Location:
         """The location of another name in the same folder."""
-        return Location(PurePosixPath(self._text).with_name(name))
+        return self._with(self._names.with_name(name))
 
-    def is_relative_to(self, other: PathLike) -> bool:
-        """Whether this path equals ``other`` or is below it."""
-        return PurePosixPath(self._text).is_relative_to(other)
+    def is_relative_to(self, other: Location) -> bool:
+        """Whether this location equals ``other`` or is below it."""
+        return self._root == other._root and self._names.is_relative_to(other._names)
+
+    @property
+    def face(self) -> Face:
+        """This location for users."""
+        return self._text if self.is_address else Path(self._text)
 
     def __fspath__(self) -> str:
-        """The path, for calls of the system and for the native core."""
+        """The path, for calls of the system and for the native core; raises as :func:`refuse_address`."""
+        if self.is_address:
+            refuse_address(self)
         return self._text
 
     def __str__(self) -> str:
-        """The path, for messages."""
+        """The path or the address, for messages."""
         return self._text
 
     def __repr__(self) -> str:
@@ -120,24 +156,20 @@ class Location:
 
 def scheme_of(path: PathLike) -> str:
     """The scheme of the address of a store or a server, ``s3`` for ``s3://bucket``; empty for a path."""
-    return "" if (match := _ADDRESS.match(os.fspath(path))) is None else match[1]
+    text = str(path) if isinstance(path, Location) else os.fspath(path)
+    return "" if (match := _ADDRESS.match(text)) is None else match[1]
 
 
 def refuse_address(path: PathLike) -> None:
-    """Raise ValueError for the address of a store or a server, such as ``s3://bucket``.
+    """Raise ValueError for the address of a store or a server, such as ``s3://bucket``, where only a path will do.
 
     Taken as a path, it would name a folder below the working directory.
 
     Raises:
         ValueError: The path is an address; the message says what to give instead.
     """
-    if scheme_of(path):
-        raise no_store(path)
-
-
-def no_store(path: PathLike) -> ValueError:
-    """The error for the address of a store or a server, where only a path will do."""
-    return ValueError(
-        f"path: {os.fspath(path)} is an address ({scheme_of(path)}:), and checkpoints are saved to file systems only: "
-        "give a path, of local storage or of a mount"
-    )
+    if scheme := scheme_of(path):
+        raise ValueError(
+            f"path: {path} is an address ({scheme}:), and checkpoints are saved to file systems only: give a path, of "
+            "local storage or of a mount"
+        )

@@ -7,9 +7,10 @@ from functools import cache, partial
 
 from datastates._base import faults
 from datastates.storage.faulty import FaultyStore
+from datastates.storage.folders import Folders
 from datastates.storage.local import LocalStore
-from datastates.storage.location import Location, no_store, scheme_of
-from datastates.storage.store import Store
+from datastates.storage.location import Location, scheme_of
+from datastates.storage.objects import Store
 
 KINDS: dict[str, tuple[Callable[[str], Store], Callable[[str], Store]]] = {"": (LocalStore, FaultyStore)}
 """For each scheme of addresses, two kinds of store: for use, and with fault points. Paths have the empty scheme."""
@@ -17,20 +18,51 @@ KINDS: dict[str, tuple[Callable[[str], Store], Callable[[str], Store]]] = {"": (
 _made = cache(lambda kind, stage: kind(stage))
 
 
-def store_of(path: Location, stage: str = "store") -> Store:
-    """The store that a path belongs to.
+def register(scheme: str, store: Store) -> None:
+    """Let a store serve the addresses of a scheme, ``SCHEME://PLACE/NAME``, in this process.
 
     Args:
-        path: The path.
+        scheme: The scheme, of two or more letters, such as ``"s3"``.
+        store: The store. It is handed locations with the whole address.
+    """
+    if not scheme or scheme_of(f"{scheme}://") != scheme:
+        raise ValueError(f"scheme: {scheme!r} is none: give two or more letters, digits, '+', '-' or '.'")
+    KINDS[scheme] = (lambda stage: store,) * 2
+
+
+def store_of(path: Location, stage: str = "store") -> Store:
+    """The store that a location belongs to.
+
+    Args:
+        path: The location.
         stage: The first part of the names of the fault points that its system calls pass.
 
     Raises:
-        ValueError: The path is an address with a scheme that no store serves.
+        ValueError: It is an address with a scheme that no store serves.
     """
     if (kinds := KINDS.get(scheme_of(path))) is None:
-        raise no_store(path)
+        known = ", ".join(f"{scheme}:" for scheme in sorted(KINDS) if scheme) or "none"
+        raise ValueError(
+            f"path: {path} is an address, and no store is registered for {scheme_of(path)}: (registered: {known}). "
+            "Give a path, of local storage or of a mount, or register a store by datastates.storage.register"
+        )
     plain, faulty = kinds
     store: Store = _made(faulty if faults.is_armed() else plain, stage)
+    return store
+
+
+def folders_of(path: Location, stage: str = "store") -> Folders:
+    """As :func:`store_of`, for what needs folders, as all that writes does.
+
+    Raises:
+        ValueError: The location is in a store of objects, or in none.
+    """
+    store = store_of(path, stage)
+    if not isinstance(store, Folders):
+        raise ValueError(
+            f"path: {path} is in a store of objects. Checkpoints are read from there, and written to file systems "
+            "only: give a path, of local storage or of a mount"
+        )
     return store
 
 

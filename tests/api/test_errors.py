@@ -14,6 +14,7 @@ from datastates import errors
 MADE: list[errors.DatastatesError] = [
     errors.StorageError(28, "write", "/somewhere"),
     errors.StorageError(0, "read", "/somewhere", "/somewhere is shorter than its index says"),
+    errors.UncertainError(110, "create", "mem://somewhere"),
     errors.CorruptError("'w' of /somewhere is damaged", key="w", path="/somewhere"),
     errors.TrustError("pathlib.Path"),
     errors.RestoreError("it does not fit", missing=["a"], unexpected=["b"], mismatched=["c: shape"]),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from memory_store import MemoryStore
+from memory_folders import MemoryFolders
 
 from datastates.commit import directories, fence, health, manifest, newest, retention, sequence
 from datastates.commit.directory_tier import tier_of
@@ -17,14 +17,14 @@ from datastates.commit.pending import LOCK, Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
-from datastates.storage import Location, Store, store_of, stores
+from datastates.storage import Folders, Location, folders_of, stores
 
 
 @pytest.fixture(params=["local", "memory"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
     """The tier of a directory that is not made yet."""
     if request.param == "memory":
-        store = MemoryStore()
+        store = MemoryFolders()
         monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
         return tier_of(Location("/nowhere/on/disk/run"))
     return tier_of(Location(tmp_path / "run"))
@@ -46,7 +46,7 @@ def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
 def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
     """A checkpoint whose container is written."""
     begun = tier.pending(tier.target(step)).begin()
-    store_of(tier.root).create(begun.file("rank-00000.pt"), data)
+    folders_of(tier.root).create(begun.file("rank-00000.pt"), data)
     return begun
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_appears_at_its_commit(tier: Tier) -> None:
     path = begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
     assert (path, newest.find(tier.root)) == (tier.root / "step-00000001",) * 2
     assert manifest.open(path).step == 1
-    assert sorted(store_of(path).names(path)) == ["manifest.json", "rank-00000.pt"]
+    assert sorted(folders_of(path).names(path)) == ["manifest.json", "rank-00000.pt"]
     assert health.problem(path) is None
     assert tier.debris() == []
 
@@ -86,7 +86,7 @@ def test_what_is_read_is_not_deleted(tier: Tier) -> None:
         assert not tier.remove(path)
         assert newest.find(tier.root) == path
     assert tier.remove(path)
-    assert store_of(tier.root).names(tier.root) == []
+    assert folders_of(tier.root).names(tier.root) == []
     with pytest.raises(CheckpointNotFoundError), tier.protect(path):
         pass
 
@@ -103,10 +103,10 @@ def test_only_what_nobody_writes_is_debris(tier: Tier) -> None:
 
 def _failing(verb: str, monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     """Let the next call of a verb fail that concerns a name, not the partial directory."""
-    kind: type[Store] = type(store_of(tier.root))
+    kind: type[Folders] = type(folders_of(tier.root))
     plain = getattr(kind, verb)
 
-    def call(store: Store, path: Location, *words: object, **named: object) -> object:
+    def call(store: Folders, path: Location, *words: object, **named: object) -> object:
         if ".partial-" not in str(path):
             monkeypatch.setattr(kind, verb, plain)
             raise StorageError(errno.EIO, verb, str(path))
@@ -131,10 +131,10 @@ def test_a_commit_that_fails_after_the_name_is_taken_back(
 
 def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on s3fs: it remembers for a while that a name in the new folder was absent."""
-    kind: type[Store] = type(store_of(tier.root))
+    kind: type[Folders] = type(folders_of(tier.root))
     rename = kind.rename
 
-    def lose(store: Store, source: Location, target: Location) -> None:
+    def lose(store: Folders, source: Location, target: Location) -> None:
         store.remove(source / LOCK, missing_ok=True)
         rename(store, source, target)
 
@@ -144,7 +144,7 @@ def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, m
 
 
 def test_ranks_write_one_checkpoint(tier: Tier) -> None:
-    store, target = store_of(tier.root), tier.target(1)
+    store, target = folders_of(tier.root), tier.target(1)
     ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
     for number, rank in enumerate(ranks):
         store.create(rank.file(f"rank-0000{number}.pt"), b"state")
@@ -158,7 +158,7 @@ def test_ranks_write_one_checkpoint(tier: Tier) -> None:
 
 
 def test_a_rank_that_gives_up_removes_its_files_alone(tier: Tier) -> None:
-    store, target = store_of(tier.root), tier.target(1)
+    store, target = folders_of(tier.root), tier.target(1)
     ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
     for number, rank in enumerate(ranks):
         store.create(rank.file(f"rank-0000{number}.pt"), b"state")
@@ -172,7 +172,7 @@ def test_a_rank_that_gives_up_removes_its_files_alone(tier: Tier) -> None:
 def test_a_newer_opening_of_another_process_fences(
     owners: list[str], tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store_of(tier.root).make_folder(tier.root)
+    folders_of(tier.root).make_folder(tier.root)
     names = iter(owners)
     monkeypatch.setattr(fence, "_owner", lambda process: next(names))
     first, second = tier.open(), tier.open()
@@ -180,7 +180,7 @@ def test_a_newer_opening_of_another_process_fences(
     first = tier.opening(first.encode())
     first.begin_to_save()
     begun = tier.pending(tier.target(1), mark=first.mark).begin()
-    store_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")
+    folders_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")
     first.refuse_if_fenced()
     second.begin_to_save()
     if owners[0] == owners[1]:
@@ -197,7 +197,7 @@ def test_a_newer_opening_of_another_process_fences(
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_files_get_their_names_all_or_none(replace: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_of(tier.root)
+    store = folders_of(tier.root)
     store.make_folder(tier.root / "out")
     begun = Pending(tier.root / "out" / "export").begin()
     for name in ("a", "b"):

@@ -23,7 +23,7 @@ from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
-from datastates.storage import Location, Store, store_of
+from datastates.storage import Folders, Location, folders_of
 
 # --- retention
 
@@ -201,11 +201,11 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    kind = type(store_of(Location(root)))
+    kind = type(folders_of(Location(root)))
     real = kind.numbers
     listings = 0
 
-    def numbers(store: Store, folder: Location) -> dict[str, int]:
+    def numbers(store: Folders, folder: Location) -> dict[str, int]:
         nonlocal listings
         found = real(store, folder)
         listings += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_store import MemoryStore
+from memory_folders import MemoryFolders
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
@@ -95,7 +95,7 @@ def test_what_the_library_refuses_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, path = MemoryStore(), Location("/a.safetensors")
+    store, path = MemoryFolders(), Location("/a.safetensors")
     monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
     store.create(path, save({"a": torch.arange(4)}))
     file = safetensors_file.open_file(path)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memory_store import MemoryStore
+from memory_folders import MemoryFolders
 from values import KINDS, Own, equal, flat, state
 
 import datastates as ds
@@ -128,7 +128,7 @@ def test_torchscript_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, file = MemoryStore(), io.BytesIO()
+    store, file = MemoryFolders(), io.BytesIO()
     monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
     torch.save({"a": torch.arange(4)}, file)
     store.create(Location("/a.pt"), file.getvalue())

@@ -86,10 +86,6 @@ KNOW_CUDA = {
 FACES = {
     "checkpointer",
     "exporting.export",
-    "restoring.comparison",
-    "restoring.report",
-    "restoring.restore",
-    "restoring.restored",
     "saving.report",
     "saving.snapshot",
 }

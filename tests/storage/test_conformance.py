@@ -1,4 +1,4 @@
-"""Every store does what its contract says: the one of file systems, the same with fault points, and one in memory."""
+"""Every store does what its contract says: those of file systems and of memory, and the first with fault points."""
 
 from __future__ import annotations
 
@@ -6,34 +6,52 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from memory_store import MemoryStore
+from memory_folders import MemoryFolders
 
 from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.errors import StorageError
-from datastates.storage import Location, Store, store_of
+from datastates.storage import Folders, Location, Store, folders_of
 from datastates.storage.faulty import FaultyStore
 from datastates.storage.local import LocalStore
+from datastates.storage.memory import MemoryStore
+from datastates.testing import StoreTests
 
-STORES: dict[str, Callable[[], Store]] = {
+STORES: dict[str, Callable[[], Folders]] = {
     "local": lambda: LocalStore("store"),
     "faulty": lambda: FaultyStore("store"),
-    "memory": MemoryStore,
+    "memory": MemoryFolders,
 }
 
 
+class TestMemory(StoreTests):
+    def make(self) -> tuple[Store, Location]:
+        return MemoryStore(), Location("mem://run")
+
+
+@pytest.mark.parametrize("kind", STORES)
+class TestFolders(StoreTests):
+    @pytest.fixture(autouse=True)
+    def _made(self, kind: str, tmp_path: Path) -> None:
+        self.store, self.root = STORES[kind](), Location(tmp_path / "root")
+        self.prepare(self.root)
+
+    def prepare(self, folder: Location) -> None:
+        assert isinstance(self.store, Folders)
+        self.store.make_folder(folder)
+
+
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> Store:
+def store(request: pytest.FixtureRequest) -> Folders:
     return STORES[request.param]()
 
 
 @pytest.fixture
-def root(store: Store, tmp_path: Path) -> Location:
+def root(store: Folders, tmp_path: Path) -> Location:
     """A folder with nothing in it."""
     folder = Location(tmp_path / "root")
     store.make_folder(folder)
@@ -49,31 +67,8 @@ def fails(number: int, operation: str, path: Location, call: Callable[[], object
 # --- files
 
 
-def test_a_file_that_was_made_is_read(store: Store, root: Location) -> None:
-    store.create(root / "a", b"0123456789")
-    assert store.read(root / "a", 2, 3) == b"234"
-    assert store.read(root / "a", 4, 0) == b""
-    assert store.read_all(root / "a") == store.read_all(root / "a", 10) == b"0123456789"
-    assert store.head(root / "a", 4) == b"0123"
-    assert store.head(root / "a", 40) == b"0123456789"
-
-
-def test_no_range_is_cut_short(store: Store, root: Location) -> None:
-    store.create(root / "a", b"0123")
-    fails(0, "read", root / "a", lambda: store.read(root / "a", 2, 3))
-    fails(0, "read", root / "a", lambda: store.read(root / "a", 9, 1))
-
-
-def test_a_file_that_is_too_long_is_refused(store: Store, root: Location) -> None:
-    store.create(root / "a", b"0123")
-    fails(errno.EFBIG, "read", root / "a", lambda: store.read_all(root / "a", 3))
-
-
-def test_a_file_that_is_absent(store: Store, root: Location) -> None:
+def test_a_file_that_is_absent(store: Folders, root: Location) -> None:
     none = root / "none"
-    assert store.look(none) is None
-    assert not any(is_there(none) for is_there in (store.exists, store.is_file, store.is_folder, store.is_link))
-    assert store.length_if_there(none) is None
     store.remove(none, missing_ok=True)
     fails(errno.ENOENT, "stat", none, lambda: store.length(none))
     fails(errno.ENOENT, "read", none, lambda: store.read(none, 0, 1))
@@ -86,43 +81,7 @@ def test_a_file_that_is_absent(store: Store, root: Location) -> None:
     fails(errno.ENOENT, "open", none / "a", lambda: store.create(none / "a", b""))
 
 
-def test_a_file_is_made_once(store: Store, root: Location) -> None:
-    made: list[int] = []
-    refused: list[int] = []
-    together = threading.Barrier(8)
-
-    def make(number: int) -> None:
-        together.wait()
-        try:
-            store.create(root / "a", str(number).encode())
-        except StorageError as error:
-            refused.append(error.errno)
-        else:
-            made.append(number)
-
-    threads = [threading.Thread(target=make, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (winner,) = made
-    assert refused == [errno.EEXIST] * 7
-    assert store.read_all(root / "a") == str(winner).encode()
-
-
-def test_a_file_is_replaced_at_once(store: Store, root: Location) -> None:
-    store.replace(root / "a", b"old")
-    before = store.look(root / "a")
-    store.replace(root / "a", b"newer")
-    after = store.look(root / "a")
-    assert store.read_all(root / "a") == b"newer"
-    assert store.names(root) == ["a"]
-    assert before is not None
-    assert after is not None
-    assert before.version != after.version
-
-
-def test_touching_changes_no_contents(store: Store, root: Location) -> None:
+def test_touching_changes_no_contents(store: Folders, root: Location) -> None:
     store.touch(root / "a")
     assert store.read_all(root / "a") == b""
     store.replace(root / "a", b"data")
@@ -130,14 +89,7 @@ def test_touching_changes_no_contents(store: Store, root: Location) -> None:
     assert store.read_all(root / "a") == b"data"
 
 
-def test_lengths_of_many(store: Store, root: Location) -> None:
-    for n in range(40):
-        store.create(root / str(n), bytes(n))
-    assert store.lengths([root / str(n) for n in range(41)]) == [*range(40), None]
-    assert store.length(root / "7") == 7
-
-
-def test_a_file_that_is_written_in_pieces(store: Store, root: Location) -> None:
+def test_a_file_that_is_written_in_pieces(store: Folders, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     for direct in (False, True):
         writer = store.writer(root / str(direct), direct=direct)
@@ -151,7 +103,7 @@ def test_a_file_that_is_written_in_pieces(store: Store, root: Location) -> None:
         fails(errno.EEXIST, "open", root / str(direct), lambda d=direct: store.writer(root / str(d), direct=False))
 
 
-def test_what_is_synced_is_read_while_the_file_is_open(store: Store, root: Location) -> None:
+def test_what_is_synced_is_read_while_the_file_is_open(store: Folders, root: Location) -> None:
     for direct in (False, True):
         writer = store.writer(root / str(direct), direct=direct)
         writer.write(b"one", 0)
@@ -162,21 +114,21 @@ def test_what_is_synced_is_read_while_the_file_is_open(store: Store, root: Locat
         assert store.read_all(root / str(direct)) == b"onetwo"
 
 
-def test_what_is_shared_are_the_bytes_or_nothing(store: Store, root: Location) -> None:
+def test_what_is_shared_are_the_bytes_or_nothing(store: Folders, root: Location) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     store.create(root / "source", b"x" * page + b"y" * page)
     writer = store.writer(root / "target", direct=False)
     writer.write(b"\0" * page, 0)
     shared = writer.share(root / "source", page, page, 0)
     assert not writer.share(root / "none", 0, page, 0)
-    writer.close()
+    writer.finish()
     assert store.read_all(root / "target") == (b"y" if shared else b"\0") * page
 
 
 # --- folders
 
 
-def test_folders_hold_files(store: Store, root: Location) -> None:
+def test_folders_hold_files(store: Folders, root: Location) -> None:
     store.make_folder(root / "a" / "b")
     store.make_folder(root / "a" / "b")
     store.create(root / "a" / "file", b"1")
@@ -195,7 +147,7 @@ def test_folders_hold_files(store: Store, root: Location) -> None:
         fails(errno.ENOTDIR, "mkdir", root / "a" / "file", lambda make=make: make(root / "a" / "file"))
 
 
-def test_removing_folders(store: Store, root: Location) -> None:
+def test_removing_folders(store: Folders, root: Location) -> None:
     store.make_folder(root / "a" / "b")
     store.create(root / "a" / "file", b"1")
     fails(errno.ENOTEMPTY, "rmdir", root / "a", lambda: store.remove_empty(root / "a"))
@@ -206,7 +158,7 @@ def test_removing_folders(store: Store, root: Location) -> None:
     store.remove_tree(root / "a", tolerant=True)
 
 
-def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Location) -> None:
+def test_a_rename_moves_a_folder_with_all_in_it(store: Folders, root: Location) -> None:
     store.make_folder(root / "a" / "deep")
     store.create(root / "a" / "deep" / "file", b"1")
     before = store.look(root / "a")
@@ -219,7 +171,7 @@ def test_a_rename_moves_a_folder_with_all_in_it(store: Store, root: Location) ->
     assert before.place == after.place
 
 
-def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Store, root: Location) -> None:
+def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Folders, root: Location) -> None:
     for name in ("old", "new"):
         store.create(root / name, name.encode())
     store.rename(root / "new", root / "old")
@@ -233,7 +185,7 @@ def test_a_rename_replaces_a_file_and_no_folder_with_something_in_it(store: Stor
     assert sorted(store.names(root)) == ["empty", "old"]
 
 
-def test_a_new_name_replaces_nothing(store: Store, root: Location) -> None:
+def test_a_new_name_replaces_nothing(store: Folders, root: Location) -> None:
     for name in ("a", "b"):
         store.create(root / name, name.encode())
     fails(errno.EEXIST, "rename", root / "b", lambda: store.rename_new(root / "a", root / "b"))
@@ -245,7 +197,7 @@ def test_a_new_name_replaces_nothing(store: Store, root: Location) -> None:
 # --- locks
 
 
-def test_locks_exclude_and_share(store: Store, root: Location) -> None:
+def test_locks_exclude_and_share(store: Folders, root: Location) -> None:
     with store.open_lock(root / "a", create=b"mark") as first, store.open_lock(root / "a") as second:
         assert store.read_all(root / "a") == b"mark"
         assert first.hold(shared=True) is True
@@ -260,7 +212,7 @@ def test_locks_exclude_and_share(store: Store, root: Location) -> None:
             assert third.hold(shared=True) is True
 
 
-def test_a_lock_knows_where_its_file_is(store: Store, root: Location) -> None:
+def test_a_lock_knows_where_its_file_is(store: Folders, root: Location) -> None:
     with store.open_lock(root / "a", create=b"") as lock:
         assert lock.is_at(root / "a")
         store.rename(root / "a", root / "b")
@@ -270,7 +222,7 @@ def test_a_lock_knows_where_its_file_is(store: Store, root: Location) -> None:
         assert not lock.is_at(root / "b")
 
 
-def test_a_folder_is_locked(store: Store, root: Location) -> None:
+def test_a_folder_is_locked(store: Folders, root: Location) -> None:
     with store.open_lock(root, write=False) as one, store.open_lock(root, write=False) as other:
         assert one.hold() is True
         assert other.hold() is False
@@ -310,12 +262,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_lock_is_seen_by_other_processes_and_given_up_with_its_process(tmp_path: Path) -> None:
     place = Location(tmp_path)
-    store = store_of(place)
+    store = folders_of(place)
     script = """
 import sys
-from datastates.storage import Location, store_of
+from datastates.storage import Location, folders_of
 path = Location(sys.argv[1])
-print(store_of(path).open_lock(path, create=b"").hold(), flush=True)
+print(folders_of(path).open_lock(path, create=b"").hold(), flush=True)
 """
 
     def other() -> str:
@@ -368,14 +320,14 @@ def test_each_system_call_of_the_faulty_store_can_fail(tmp_path: Path) -> None:
 
 def test_only_what_is_armed_passes_fault_points(tmp_path: Path) -> None:
     place = Location(tmp_path)
-    assert type(store_of(place)) is LocalStore
+    assert type(folders_of(place)) is LocalStore
     faults.arm(Fault("store.rename", "fail", errno.EIO))
     try:
-        assert type(store_of(place)) is FaultyStore
+        assert type(folders_of(place)) is FaultyStore
     finally:
         faults.clear()
 
 
 def test_an_address_that_no_store_serves_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"is an address \(s3:\), and checkpoints are saved to file systems only"):
-        store_of(Location("s3://bucket/run"))
+    with pytest.raises(ValueError, match=r"is an address, and no store is registered for s3: \(registered: none\)"):
+        folders_of(Location("s3://bucket/run"))

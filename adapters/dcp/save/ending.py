@@ -22,7 +22,7 @@ from datastates.commit.ending import Identity, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.ranks.together import is_told, settle
 from datastates.ranks.world import World
-from datastates.storage import Location, store_of
+from datastates.storage import Location, folders_of
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further save waits for the oldest."""
@@ -115,11 +115,11 @@ class DcpEnding:
         but may not survive a power failure.
         """
         directory = self.path.parent
-        store_of(directory).sync_folder(directory)
+        folders_of(directory).sync_folder(directory)
         assert self.written is not None
         found = self.written.results(vote.nbytes)
         if not found:  # this rank has no part of the checkpoint
-            store_of(self.path).remove(self.path)
+            folders_of(self.path).remove(self.path)
         uncertain: list[StorageError] = []
 
         def decide(told: dict[int, bytes]) -> bytes:
@@ -166,7 +166,7 @@ class DcpEnding:
         """Remove the file if it was made here, unless the checkpoint may stand."""
         if made and not self._kept:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
-                store_of(self.path).remove(self.path)
+                folders_of(self.path).remove(self.path)
 
     def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """``error`` itself: no other cause is known."""

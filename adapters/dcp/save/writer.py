@@ -31,7 +31,7 @@ from datastates.errors import DatastatesError, storage_errors
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.saving.saver import Saver
-from datastates.storage import Location, location, store_of
+from datastates.storage import Location, folders_of, location
 
 
 class WriterSettings(IoSettings):
@@ -198,7 +198,7 @@ class DataStatesStorageWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the checkpoint's folder, but not below a mount that is lost; raises StorageError."""
         folder = Location(self.path)
-        store_of(folder).make_folder(folder)
+        folders_of(folder).make_folder(folder)
         return super().prepare_local_plan(plan)
 
     def _enter(self) -> None:
@@ -268,7 +268,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise
         running.run()
         course.wait("committed")
-        store_of(ending.path).sync_folder(ending.path.parent)
+        folders_of(ending.path).sync_folder(ending.path.parent)
         written = Future()
         written.set_result(file.results(course.file_nbytes))
         return written
@@ -283,9 +283,9 @@ class DataStatesStorageWriter(FileSystemWriter):
                 written = self._write_data(planner, files)
         except BaseException:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
-                store_of(path).remove(path)
+                folders_of(path).remove(path)
             raise
-        store_of(path).sync_folder(path.parent)
+        folders_of(path).sync_folder(path.parent)
         return written
 
     def new_file(self, plan: SavePlan) -> Location:
@@ -293,7 +293,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         assert isinstance(plan.storage_data, _StoragePrefix)
         directory = Location(self.path)
         names = (directory / f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
-        return next(path for path in names if not store_of(path).exists(path))
+        return next(path for path in names if not folders_of(path).exists(path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, on the coordinator.

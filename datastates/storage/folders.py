@@ -1,44 +1,18 @@
-"""The contract of a store: files under paths, and the folders that hold them. It knows no checkpoints.
+"""The contract of a store that has folders, too, as file systems have: directories of checkpoints lie there.
 
-A method that fails raises :class:`~datastates.errors.StorageError` with the error number, the operation and the path.
-Methods can be called from several threads at once.
+Objects are files here, and a file is made in a folder that is there. Errors are as in ``objects.py``.
 """
 
 from __future__ import annotations
 
-import errno
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
 
-from datastates._base.tasks import each
-from datastates.errors import StorageError
 from datastates.storage.location import Location
+from datastates.storage.objects import Entry, Store, Writer
 
-ABSENT = (errno.ENOENT, errno.ESTALE)
-"""The error numbers of a file that another process has deleted; the second one on NFS."""
-_AT_ONCE = 32
 _LONG = 24 * 3600.0
-
-
-class Entry(NamedTuple):
-    """A file, a folder, a link or another thing found at a path.
-
-    Attributes:
-        kind: ``"file"``, ``"folder"``, ``"link"`` or ``"other"``, such as a pipe.
-        nbytes: The length of a file in bytes.
-        changed: When its contents were last changed, in nanoseconds by the store's clock.
-        place: Tells two files apart, also where one of them has several paths.
-        version: Tells any change of a file.
-    """
-
-    kind: str
-    nbytes: int
-    changed: int
-    place: tuple[int, ...]
-    version: tuple[int, ...]
 
 
 class Lock(ABC):
@@ -67,12 +41,8 @@ class Lock(ABC):
         self.close()
 
 
-class Writer(ABC):
-    """A new file that is being written. Used by one thread at a time."""
-
-    @abstractmethod
-    def write(self, data: Any, offset: int) -> None:
-        """Write bytes, a buffer with a length, at an offset in bytes."""
+class FileWriter(Writer):
+    """A new file that is being written, at any offsets. Readers may see a part of it before it is finished."""
 
     @abstractmethod
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
@@ -84,17 +54,13 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Put the file on stable storage, and close it. Its name is durable after :meth:`Store.sync_folder`.
+        """Put the file on stable storage, and close it. Its name is durable after :meth:`Folders.sync_folder`.
 
         Raises StorageError with EIO if the file does not end where the last byte was written.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file, finished or not. Idempotent."""
 
-
-class Store(ABC):
+class Folders(Store):
     """The contract of a store of files and folders, by path."""
 
     # --- looking
@@ -102,14 +68,6 @@ class Store(ABC):
     @abstractmethod
     def look(self, path: Location, *, follow: bool = True) -> Entry | None:
         """Describe the file, folder or link at a path; None without one. ``follow``: describe a link's target."""
-
-    def is_file(self, path: Location) -> bool:
-        """Whether a file is at a path, or a link to one."""
-        return (entry := self.look(path)) is not None and entry.kind == "file"
-
-    def is_folder(self, path: Location) -> bool:
-        """Whether a folder is at a path, or a link to one."""
-        return (entry := self.look(path)) is not None and entry.kind == "folder"
 
     def is_link(self, path: Location) -> bool:
         """Whether a link is at a path."""
@@ -147,61 +105,22 @@ class Store(ABC):
             return 0 if found is None else found.changed
         return max([found.changed, *(self._last_change(path / name) for name in self.names(path))])
 
-    def numbers(self, folder: Location) -> dict[str, int]:
-        """As :meth:`names`, each with a number that another thing under the same name has, too, only by chance."""
-        return dict.fromkeys(self.names(folder), 0)
-
     @abstractmethod
     def target(self, link: Location) -> str:
         """The path that a link holds."""
-
-    def length(self, path: Location) -> int:
-        """The length of a file in bytes."""
-        if (found := self.length_if_there(path)) is None:
-            raise absent("stat", path)
-        return found
-
-    def length_if_there(self, path: Location) -> int | None:
-        """The length of a file in bytes; None if nothing is there."""
-        return None if (entry := self.look(path)) is None else entry.nbytes
-
-    def lengths(self, paths: Sequence[Location]) -> list[int | None]:
-        """As :meth:`length_if_there`, of many files at once."""
-        return each(self.length_if_there, paths, _AT_ONCE)  # on a shared file system each call takes long
-
-    # --- reading
-
-    @abstractmethod
-    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
-        """Read ``nbytes`` bytes of a file at an offset. A file that ends before the last of them is an error."""
-
-    def head(self, path: Location, most: int) -> bytes:
-        """Read the beginning of a file: ``most`` bytes, or all of a shorter file."""
-        return self.read(path, 0, min(self.length(path), most))
-
-    @abstractmethod
-    def read_all(self, path: Location, most: int | None = None) -> bytes:
-        """Read a whole file. One of more than ``most`` bytes is an error."""
 
     # --- writing
 
     @abstractmethod
     def create(self, path: Location, data: bytes) -> None:
-        """Write a new file to stable storage. Its name is durable after :meth:`sync_folder`.
-
-        Raises StorageError with EEXIST if something has the path.
-        """
-
-    @abstractmethod
-    def replace(self, path: Location, data: bytes) -> None:
-        """Write a file that appears at once with all its content, in place of an older one. It need not be durable."""
+        """Write a new file to stable storage. Its name is durable after :meth:`sync_folder`."""
 
     @abstractmethod
     def touch(self, path: Location) -> None:
         """Make an empty file, not durable, unless a file is there."""
 
     @abstractmethod
-    def writer(self, path: Location, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool = False) -> FileWriter:
         """Begin to write a new file in pieces. ``direct``: whole pages go past the system's cache, where they can."""
 
     @abstractmethod
@@ -261,8 +180,3 @@ class Store(ABC):
             create: Make the file if it is absent, and append this to it.
             write: Whether to open it for writing. NFS locks others out only of files that were opened so.
         """
-
-
-def absent(operation: str, path: Location) -> StorageError:
-    """The error of an operation on a file that is absent."""
-    return StorageError(errno.ENOENT, operation, str(path))

@@ -1,15 +1,16 @@
-"""A store in this process's memory: what the contract of a store asks for, and nothing that a file system adds."""
+"""Files and folders in memory: what the contract of folders asks for, and nothing that a file system adds."""
 
 from __future__ import annotations
 
 import errno
 import itertools
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from datastates.errors import StorageError
-from datastates.storage import Entry, Location, Lock, Store, Writer
+from datastates.storage import Entry, FileWriter, Folders, Location, Lock
 
 
 def _error(number: int, operation: str, path: Location) -> StorageError:
@@ -28,7 +29,7 @@ class _Node:
     """Who has locked it, and whether shared."""
 
 
-class MemoryStore(Store):
+class MemoryFolders(Folders):
     """Files and folders in memory. Everything is durable at once; there are no links."""
 
     def __init__(self) -> None:
@@ -67,12 +68,22 @@ class MemoryStore(Store):
             if node is None:
                 return None
             kind = "file" if node.inside is None else "folder"
-            return Entry(kind, len(node.data), node.changed, (node.number,), (node.number, node.changed))
+            return Entry(kind, len(node.data), node.changed, (node.number, node.changed), (node.number,))
 
     def names(self, folder: Location, *, stale_ok: bool = False) -> list[str]:
         with self._lock:
             node = self.find(folder)
             return [] if node is None or node.inside is None else list(node.inside)
+
+    def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
+        with self._lock:
+            found = {name: entry for name in self.names(folder) if (entry := self.look(folder / name)) is not None}
+            if not deep:
+                return found
+            files = {name: entry for name, entry in found.items() if entry.kind == "file"}
+            for name in found.keys() - files.keys():
+                files |= {f"{name}/{below}": one for below, one in self.entries(folder / name, deep=True).items()}
+            return files
 
     def target(self, link: Location) -> str:
         raise _error(errno.EINVAL, "readlink", link)
@@ -109,9 +120,9 @@ class MemoryStore(Store):
         with self._lock:
             self._folder("write", path.parent, path).setdefault(path.name, self._node())
 
-    def writer(self, path: Location, *, direct: bool) -> Writer:
+    def writer(self, path: Location, *, direct: bool = False) -> FileWriter:
         self.create(path, b"")
-        return _Writer(self._file("open", path))
+        return _Writer(self._file("open", path), lambda: self.discard([path]))
 
     def make_folder(self, path: Location) -> None:
         with self._lock:
@@ -162,6 +173,10 @@ class MemoryStore(Store):
             self._file(operation, path)
             del self._folder(operation, path.parent, path)[path.name]
 
+    def discard(self, paths: Sequence[Location]) -> None:
+        for path in paths:
+            self.remove(path, missing_ok=True)
+
     def remove_empty(self, folder: Location) -> None:
         with self._lock:
             if self._folder("rmdir", folder):
@@ -188,7 +203,7 @@ class MemoryStore(Store):
 
 
 class _Lock(Lock):
-    def __init__(self, store: MemoryStore, node: _Node) -> None:
+    def __init__(self, store: MemoryFolders, node: _Node) -> None:
         self._store = store
         self._node = node
 
@@ -207,9 +222,10 @@ class _Lock(Lock):
         self._node.holders.pop(self, None)
 
 
-class _Writer(Writer):
-    def __init__(self, node: _Node) -> None:
+class _Writer(FileWriter):
+    def __init__(self, node: _Node, abandon: Callable[[], None]) -> None:
         self._node = node
+        self._abandon: Callable[[], None] | None = abandon
 
     def write(self, data: Any, offset: int) -> None:
         self._node.data.extend(bytes(max(0, offset - len(self._node.data))))
@@ -222,7 +238,9 @@ class _Writer(Writer):
         pass
 
     def finish(self) -> None:
-        pass
+        self._abandon = None
 
     def close(self) -> None:
-        pass
+        if self._abandon is not None:
+            self._abandon()
+        self._abandon = None

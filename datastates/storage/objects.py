@@ -1,0 +1,191 @@
+"""The contract of a store: objects, which are bytes under locations. It knows no folders and no checkpoints.
+
+A method that fails raises :class:`~datastates.errors.StorageError` with an error number, the operation and the
+location: ENOENT for an object that is absent, EEXIST for one that is there, EACCES where the store refuses, 0 where no
+number fits. Methods can be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from datastates._base.tasks import each
+from datastates.errors import StorageError
+from datastates.storage.location import Location
+
+ABSENT = (errno.ENOENT, errno.ESTALE)
+"""The error numbers of a file that another process has deleted; the second one on NFS."""
+_AT_ONCE = 32
+
+
+class Entry(NamedTuple):
+    """An object or a file, a folder, a link or another thing found at a location.
+
+    Attributes:
+        kind: ``"file"``, ``"folder"``, ``"link"`` or ``"other"``, such as a pipe. In a store of objects, an object is a
+            file, and what only begins the names of objects is a folder.
+        nbytes: The length of a file in bytes.
+        changed: When its contents were last changed, in nanoseconds by the store's clock.
+        version: Tells any change of a file.
+        place: Tells two files apart, also where one of them has several paths. Empty in a store of objects.
+    """
+
+    kind: str
+    nbytes: int
+    changed: int
+    version: Hashable
+    place: tuple[int, ...] = ()
+
+
+class Traits(NamedTuple):
+    """The abilities of a store.
+
+    Attributes:
+        has_files: Whether the native core can open its locations as paths of files.
+        creates_once: Whether :meth:`Store.create` replaces nothing. A store without that cannot decide who commits.
+        best_piece: Bytes in one request that the store is fast with.
+    """
+
+    has_files: bool = False
+    creates_once: bool = True
+    best_piece: int = 8 << 20
+
+
+class Writer(ABC):
+    """A new object that is being written. Used by one thread at a time."""
+
+    @abstractmethod
+    def write(self, data: Any, offset: int) -> None:
+        """Write bytes, a buffer with a length, at an offset in bytes: in a store of objects, where the last ended."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Put the object on stable storage, whole, and close it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it. One that is not finished is not there afterwards. Idempotent."""
+
+
+class Store(ABC):
+    """The contract of a store of objects."""
+
+    traits = Traits()
+
+    # --- looking
+
+    @abstractmethod
+    def look(self, path: Location) -> Entry | None:
+        """Describe what is at a location; None for nothing."""
+
+    @abstractmethod
+    def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
+        """What lies below a location, by name, in any order: all that was made before this call, with its length.
+
+        ``deep``: all objects below it, with names such as ``"a/b"``. Otherwise the first part of each name, once.
+        """
+
+    def names(self, folder: Location) -> list[str]:
+        """The names that :meth:`entries` gives without ``deep``."""
+        return [*self.entries(folder)]
+
+    def numbers(self, folder: Location) -> dict[str, int]:
+        """As :meth:`names`, each with a number that another thing under the same name has, too, only by chance."""
+        return dict.fromkeys(self.names(folder), 0)
+
+    def is_file(self, path: Location) -> bool:
+        """Whether an object or a file is at a location, or a link to one."""
+        return (entry := self.look(path)) is not None and entry.kind == "file"
+
+    def is_folder(self, path: Location) -> bool:
+        """Whether a folder is at a location, or a link to one."""
+        return (entry := self.look(path)) is not None and entry.kind == "folder"
+
+    def is_link(self, path: Location) -> bool:
+        """Whether a link is at a location."""
+        del path
+        return False
+
+    def exists(self, path: Location) -> bool:
+        """Whether anything is at a location."""
+        return self.look(path) is not None
+
+    def length(self, path: Location) -> int:
+        """The length of an object in bytes."""
+        if (found := self.length_if_there(path)) is None:
+            raise absent("stat", path)
+        return found
+
+    def length_if_there(self, path: Location) -> int | None:
+        """The length of an object in bytes; None if nothing is there."""
+        return None if (entry := self.look(path)) is None else entry.nbytes
+
+    def lengths(self, paths: Sequence[Location]) -> list[int | None]:
+        """As :meth:`length_if_there`, of many objects at once."""
+        return each(self.length_if_there, paths, _AT_ONCE)  # on shared storage each call takes long
+
+    def now(self, path: Location) -> int:
+        """The time by the store's clock, as :attr:`Entry.changed`. An object is made at ``path``, and removed."""
+        self.create(path, b"now")
+        found = self.look(path)
+        self.discard([path])
+        if found is None:
+            raise absent("stat", path)
+        return found.changed
+
+    # --- reading
+
+    @abstractmethod
+    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
+        """Read ``nbytes`` bytes of an object at an offset. One that ends before the last of them is an error."""
+
+    def read_into(self, path: Location, spans: Sequence[tuple[int, memoryview]]) -> None:
+        """Read spans of an object, each an offset and the memory to fill. Several requests are under way at once."""
+
+        def fill(span: tuple[int, memoryview]) -> None:
+            span[1][:] = self.read(path, span[0], len(span[1]))
+
+        each(fill, spans, _AT_ONCE)
+
+    def head(self, path: Location, most: int) -> bytes:
+        """Read the beginning of an object: ``most`` bytes, or all of a shorter one."""
+        return self.read(path, 0, min(self.length(path), most))
+
+    def read_all(self, path: Location, most: int | None = None) -> bytes:
+        """Read a whole object. One of more than ``most`` bytes is an error, with EFBIG."""
+        nbytes = self.length(path)
+        if most is not None and nbytes > most:
+            raise StorageError(errno.EFBIG, "read", str(path))
+        return self.read(path, 0, nbytes)
+
+    # --- writing
+
+    @abstractmethod
+    def create(self, path: Location, data: bytes) -> None:
+        """Make an object, durable when this returns. Of several callers, it returns for one.
+
+        Raises:
+            UncertainError: The store did not tell whether the object was made, or may be made later: look at it.
+            StorageError: With EEXIST, something is at the location: perhaps the object that this call has made, where
+                an answer was lost. With another number, nothing was made.
+        """
+
+    @abstractmethod
+    def replace(self, path: Location, data: bytes) -> None:
+        """Make an object that appears at once with all its bytes, in place of an older one. It need not be durable."""
+
+    @abstractmethod
+    def writer(self, path: Location) -> Writer:
+        """Begin to write a new object in pieces; raises StorageError with EEXIST, now or later, if one is there."""
+
+    @abstractmethod
+    def discard(self, paths: Sequence[Location]) -> None:
+        """Remove objects. It is no error if one is absent."""
+
+
+def absent(operation: str, path: Location) -> StorageError:
+    """The error of an operation on an object or a file that is absent."""
+    return StorageError(errno.ENOENT, operation, str(path))
