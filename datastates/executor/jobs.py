@@ -12,6 +12,7 @@ from datastates import _native
 from datastates._base.columns import F64, U8, U32, U64
 from datastates.executor.timeline import GPU_COPIES, TRAINING_THREAD, Span
 from datastates.planning.plans import ReadPlan
+from datastates.storage.fetched import Fetched
 
 WriteJob = _native.WriteJob
 _TRACKS = {
@@ -118,8 +119,11 @@ def recorded(job: WriteJob | _native.ReadJob) -> Recorded:
 class ReadJob:
     """One container that is being read into its destinations. Thread-safe."""
 
-    def __init__(self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str]) -> None:
+    def __init__(
+        self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str], fetched: Fetched | None
+    ) -> None:
         self._job = job
+        self._fetched = fetched
         self._plan = plan
         self._name_record = name_record
 
@@ -134,7 +138,13 @@ class ReadJob:
             StorageError: Reading failed.
             DeviceError: A copy to a device failed.
         """
-        return self._job.wait(self._name_record, timeout)
+        if self._fetched is None:
+            return self._job.wait(self._name_record, timeout)
+        with self._fetched.naming():
+            done = self._job.wait(self._name_record, timeout)
+        if done:
+            self._fetched.close()
+        return done
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the read: bytes, bytes and seconds of each stage, the backend, and whether I/O was direct.
