@@ -17,8 +17,7 @@ from pathlib import Path
 from datastates._base import log
 from datastates.commit import trial
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import stem_of_partial
-from datastates.commit.pending import LOCK
+from datastates.commit.names import LOCK, stem_of_partial
 from datastates.errors import CommitError
 from datastates.storage import Location, folders_of
 from datastates.storage.local import opened

@@ -15,8 +15,9 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest, room
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
+from datastates.commit.fence import Opening
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
-from datastates.commit.tier import Opening, Tier, Uncommitted
+from datastates.commit.tier import Tier, Uncommitted
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.container.table import ShardTable

@@ -47,6 +47,5 @@ def partials(root: Location, targets: re.Pattern[str]) -> list[Location]:
 
 def entries(root: Location) -> list[Location]:
     """All directories directly in ``root``, sorted by name; no links."""
-    store = folders_of(root)
-    every = ((root / name, store.look(root / name, follow=False)) for name in sorted(store.names(root)))
-    return [path for path, found in every if found is not None and found.kind == "folder"]
+    found = store_of(root).entries(root)
+    return [root / name for name in sorted(found) if found[name].kind == "folder"]

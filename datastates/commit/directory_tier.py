@@ -16,10 +16,10 @@ from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
-from datastates.commit.names import PARTIAL, STEP, as_debris, stem_of_partial, step_name
-from datastates.commit.pending import LOCK, Pending, is_begun
-from datastates.commit.store_tier import StoreTier
-from datastates.commit.tier import Committed, Opening, ReadableTier, Tier
+from datastates.commit.fence import Opening
+from datastates.commit.names import LOCK, PARTIAL, STEP, as_debris, stem_of_partial, step_name
+from datastates.commit.pending import Pending, is_begun
+from datastates.commit.tier import Committed, ReadableTier, Tier
 from datastates.commit.writers import Writer
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
@@ -33,7 +33,7 @@ _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
 
-class DirectoryTier(StoreTier, Tier):
+class DirectoryTier(Tier):
     """The checkpoints that are directories in one directory. See :class:`Pending` for how one of them appears."""
 
     def __init__(self, root: Location) -> None:
@@ -43,11 +43,11 @@ class DirectoryTier(StoreTier, Tier):
 
     @override
     def open(self) -> Opening:
-        return fence.DirectoryOpening.begin(self.root)
+        return Opening.begin(self.root)
 
     @override
     def opening(self, data: bytes) -> Opening:
-        return fence.DirectoryOpening.decode(self.root, data)
+        return Opening.decode(self.root, data)
 
     @override
     def target(self, step: int, *, in_flight: bool = True) -> Location:
@@ -165,7 +165,7 @@ def tier_of(root: Location) -> Tier:
 
 def readable_tier(root: Location) -> ReadableTier:
     """The tier of a place in any store, for readers."""
-    return DirectoryTier(root) if isinstance(store_of(root), Folders) else StoreTier(root)
+    return DirectoryTier(root) if isinstance(store_of(root), Folders) else ReadableTier(root)
 
 
 def sweep_beside(target: Location) -> None:

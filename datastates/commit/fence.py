@@ -29,15 +29,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from typing_extensions import override
-
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest, trial, writers
 from datastates.commit.directories import partials
-from datastates.commit.names import STEP, as_debris, final_of
-from datastates.commit.pending import LOCK
-from datastates.commit.tier import Opening
+from datastates.commit.names import LOCK, STEP, as_debris, final_of
 from datastates.commit.writers import Writer
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Folders, folders_of
@@ -78,8 +74,11 @@ def lock_file(root: Location) -> Location:
     return root if newest is None else newest.path
 
 
-class DirectoryOpening(Opening):
-    """One opening of a directory of checkpoints."""
+class Opening:
+    """One run's opening of a directory of checkpoints, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
+
+    Openings of one process never fence each other. Thread-safe.
+    """
 
     def __init__(self, root: Location, number: int, owner: str, *, is_only: bool = False) -> None:
         """Keep the number and the owner that rank 0 determined.
@@ -104,7 +103,7 @@ class DirectoryOpening(Opening):
         _openings.add(self)
 
     @classmethod
-    def begin(cls, root: Location) -> DirectoryOpening:
+    def begin(cls, root: Location) -> Opening:
         """Number a new opening, as :meth:`Tier.open` does."""
         owner = _owner(os.getpid())
         try:
@@ -114,23 +113,28 @@ class DirectoryOpening(Opening):
             log.info("%s is opened without a number: %s", root, error)
             return cls(root, 0, owner)
 
-    @override
     def encode(self) -> bytes:
+        """The opening as the bytes that rank 0 sends to the other ranks."""
         return pack([self._number, self._owner, self._is_only])
 
     @classmethod
-    def decode(cls, root: Location, data: bytes) -> DirectoryOpening:
+    def decode(cls, root: Location, data: bytes) -> Opening:
         """The inverse of :meth:`encode`."""
         number, owner, is_only = unpack(data)
         return cls(root, number, owner, is_only=is_only and owner == _owner(os.getpid()))
 
     @property
-    @override
     def mark(self) -> bytes:
+        """The argument for :meth:`Tier.pending` by which a newer run knows the checkpoints of this opening."""
         return f"{self._number} {self._owner}".encode() if self._number else b""
 
-    @override
     def begin_to_save(self, then: Callable[[], None] = lambda: None) -> None:
+        """Fence all openings before this one, then call ``then``. Later calls only check that this one is not fenced.
+
+        Raises:
+            FencedError: A newer opening has begun to save.
+            StorageError: The place cannot be read or written.
+        """
         if self._saves:
             self.refuse_if_fenced()
             return
@@ -149,13 +153,17 @@ class DirectoryOpening(Opening):
             then()
             self._saves = True
 
-    @override
     def refuse_if_known_fenced(self) -> None:
+        """Raise FencedError if an earlier call has found a newer opening. Does not look at the place."""
         if self._fence is not None:
             raise FencedError(self._fence)
 
-    @override
     def refuse_if_fenced(self) -> None:
+        """Raise FencedError if a newer opening, of another process, has begun to save.
+
+        Raises:
+            StorageError: As for :meth:`refuse_elsewhere`.
+        """
         self.refuse_if_known_fenced()
         newest = _newest_saving(self.root)
         if newest is None or newest.number < self._number:
@@ -178,8 +186,8 @@ class DirectoryOpening(Opening):
             )
             raise FencedError(self._fence)
 
-    @override
     def refuse_elsewhere(self) -> None:
+        """Raise StorageError if the place is no longer the one that was opened, as where a mount was lost."""
         found = _store(self.root).look(self.root)
         if found is not None and found.place == self._place:
             return
@@ -213,8 +221,8 @@ class DirectoryOpening(Opening):
         text = f"{self.root} {what}: {why}. To save in what is there now, open it by a new Checkpointer"
         return StorageError(number, "open", str(self.root), text)
 
-    @override
     def close(self) -> None:
+        """Leave nothing of this opening if no other one needs it. Does nothing in a forked child. Never raises."""
         _openings.discard(self)
         if not self._is_only or os.getpid() != self._process:
             return
@@ -275,7 +283,7 @@ def is_own(writer: Writer) -> bool:
     return writer.owner == _owner(os.getpid())
 
 
-_openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
+_openings: weakref.WeakSet[Opening] = weakref.WeakSet()
 """The openings of this process, and of the process that it was forked off, that are not closed."""
 
 

@@ -13,6 +13,8 @@ from datastates.storage.location import Location
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+LOCK = ".lock"
+"""The file in a partial directory that its writers lock."""
 HIDDEN = re.compile(r"\.")
 """The beginning of the names that :func:`hidden` gives."""
 _LONGEST = 143

@@ -9,8 +9,7 @@ from typing import NoReturn
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
 from datastates.commit.directory_tier import readable_tier
-from datastates.commit.store_tier import sequence_of
-from datastates.commit.tier import Committed, ReadableTier
+from datastates.commit.tier import Committed, ReadableTier, sequence_of
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location

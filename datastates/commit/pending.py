@@ -18,12 +18,11 @@ from typing_extensions import override
 
 from datastates.commit import manifest, trial, writers
 from datastates.commit.manifest import Manifest
-from datastates.commit.names import partial
+from datastates.commit.names import LOCK, partial
 from datastates.commit.tier import Uncommitted
 from datastates.errors import StorageError
 from datastates.storage import Location, Lock, folders_of
 
-LOCK = ".lock"
 _SHOWN = 3
 """Most names of lost files in a message."""
 

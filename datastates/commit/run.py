@@ -6,7 +6,8 @@ import contextlib
 import threading
 
 from datastates.commit import retention, room
-from datastates.commit.tier import Opening, Tier
+from datastates.commit.fence import Opening
+from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import DatastatesError
 from datastates.storage.location import Location

@@ -5,15 +5,24 @@ A tier makes two further things: checkpoints that are pending, and openings.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from datastates.commit import manifest
+from datastates.commit.fence import Opening
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import STEP
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.storage import store_of
 from datastates.storage.location import Location
+
+_LOOKS = 8
+"""Checkpoints that are known and looked at again at each call."""
 
 
 class Committed(NamedTuple):
@@ -92,55 +101,11 @@ class Uncommitted(ABC):
         """Show no longer that the writer lives. Idempotent."""
 
 
-class Opening(ABC):
-    """One run's opening of a place, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
+class ReadableTier:
+    """Lists and protects the checkpoints in one place of any store, for readers.
 
-    Openings of one process never fence each other. Thread-safe.
-    """
-
-    @property
-    @abstractmethod
-    def mark(self) -> bytes:
-        """The argument for :meth:`Tier.pending` by which a newer run knows the checkpoints of this opening."""
-
-    @abstractmethod
-    def encode(self) -> bytes:
-        """The opening as the bytes that rank 0 sends to the other ranks."""
-
-    @abstractmethod
-    def begin_to_save(self, then: Callable[[], None] = lambda: None) -> None:
-        """Fence all openings before this one, then call ``then``. Later calls only check that this one is not fenced.
-
-        Raises:
-            FencedError: A newer opening has begun to save.
-            StorageError: The place cannot be read or written.
-        """
-
-    @abstractmethod
-    def refuse_if_fenced(self) -> None:
-        """Raise FencedError if a newer opening, of another process, has begun to save.
-
-        Raises:
-            StorageError: As for :meth:`refuse_elsewhere`.
-        """
-
-    @abstractmethod
-    def refuse_elsewhere(self) -> None:
-        """Raise StorageError if the place is no longer the one that was opened, as where a mount was lost."""
-
-    @abstractmethod
-    def refuse_if_known_fenced(self) -> None:
-        """Raise FencedError if an earlier call has found a newer opening. Does not look at the place."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave nothing of this opening if no other one needs it. Does nothing in a forked child. Never raises."""
-
-
-class ReadableTier(ABC):
-    """Lists and protects the checkpoints in one place, for readers.
-
-    Its methods can be called by several threads and processes at once. They raise StorageError.
+    The store's list and the manifests tell all. Its methods can be called by several threads and processes at once.
+    They raise StorageError.
 
     Attributes:
         root: The place.
@@ -149,8 +114,9 @@ class ReadableTier(ABC):
     def __init__(self, root: Location) -> None:
         """Remember the place; nothing is read yet."""
         self.root = root
+        self._found: dict[str, tuple[int, Committed]] = {}
+        self._last = ""
 
-    @abstractmethod
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
         """Every committed checkpoint, ordered by path.
 
@@ -159,24 +125,79 @@ class ReadableTier(ABC):
             known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
                 manifest in an old place is then seen a few calls later.
         """
+        steps = {n: i for n, i in store_of(self.root).numbers(self.root).items() if STEP.match(n)}
+        old = {n: one for n, one in self._found.items() if known and steps.get(n) == one[0]}
+        for name in self._turn(old):
+            del old[name]
+        every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
+        found = [one for _, one in every.values() if one is not None]
+        # no lock, which a fork might find taken: of two threads, the later one decides what is known
+        self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}
+        if all(one.sequence is not None for one in found):
+            return found
+        # the commit made the last change of a folder: it unlinked the lock
+        folders = [store_of(one.path).look(one.path) for one in found]
+        return [
+            one._replace(changed=folder.changed)
+            for one, folder in zip(found, folders, strict=True)
+            if folder is not None
+        ]
 
-    @abstractmethod
-    def protect(self, path: Location) -> AbstractContextManager[None]:
+    def _turn(self, old: Iterable[str]) -> list[str]:
+        """Some of the names, others at each call: a number of a listing may be given again, and a file be replaced."""
+        names = sorted(old)
+        begin = next((i for i, name in enumerate(names) if name > self._last), 0)
+        chosen = [*names[begin:], *names[:begin]][:_LOOKS]
+        self._last = chosen[-1] if chosen else ""
+        return chosen
+
+    def _look(self, name: str, certain: bool) -> Committed | None:
+        """Look at one checkpoint; None if it is none."""
+        entry, match = self.root / name, STEP.match(name)
+        assert match is not None
+        if (file := manifest.look(entry)) is None:
+            return None
+        try:
+            sequence = sequence_of(entry, file.version)
+        except CheckpointNotFoundError:  # another process has just deleted it
+            return None
+        except StorageError:
+            if certain:
+                raise
+            sequence = None  # reported to whoever opens it
+        return Committed(sequence, int(match[1]), int(match[2] or 0), entry, 0)
+
+    @contextlib.contextmanager
+    def protect(self, path: Location) -> Iterator[None]:
         """Keep a checkpoint from being deleted until the block ends, if the store has locks.
 
         Raises:
             CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
         """
+        if manifest.look(path) is None:
+            raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
+        yield
 
-    @abstractmethod
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
         """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
 
         ``targets`` matches the final name; the default matches the names of all steps.
         """
+        del targets
+        return []
 
 
-class Tier(ReadableTier):
+@functools.lru_cache(maxsize=1 << 16)
+def sequence_of(path: Location, version: tuple[int, ...]) -> int | None:
+    """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
+    del version
+    try:
+        return manifest.open(path).sequence or 0
+    except FormatError:
+        return None
+
+
+class Tier(ReadableTier, ABC):
     """Commits, lists, protects and deletes the checkpoints in one place."""
 
     # --- writing

@@ -79,22 +79,16 @@ def describe(path: Location, kind: Format) -> Other:
     if kind in _TELL_STEP:
         with contextlib.suppress(DatastatesError):  # verify tells what is wrong with it
             step = kind.open(path).tensors.step
-    entries = list(_entries(path))
+    entries = _entries(path)
     changed = max((entry.changed for entry in entries), default=0)
     return Other(kind.NAME, step, changed, sum(entry.nbytes for entry in entries))
 
 
-def _entries(path: Location) -> Iterator[Entry]:
+def _entries(path: Location) -> list[Entry]:
     """The entry of a file, or of each file in a folder and below."""
-    store = store_of(path)
-    if (entry := store.look(path)) is None:
-        return
-    if entry.kind == "file":
-        yield entry
-    elif entry.kind == "folder":
-        for name in store.names(path):
-            if not store.is_link(path / name):
-                yield from _entries(path / name)
+    if (entry := store_of(path).look(path)) is not None and entry.kind == "file":
+        return [entry]
+    return [*store_of(path).entries(path, deep=True).values()]
 
 
 def others(root: Location, known: Collection[str]) -> dict[str, Format]:

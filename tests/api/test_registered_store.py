@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from command import run_json
+from memory_store import MemoryStore
 
 import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
 from datastates.providers import HostTensorProvider, from_pytree
 from datastates.storage import Location, Traits, register, stores
-from datastates.storage.memory import MemoryStore
 
 OPTIONS = {"host_cache": "8MiB", "block": "1MiB"}
 ROOT = "mem://bucket/run"

@@ -13,7 +13,8 @@ from memory_folders import MemoryFolders
 from datastates.commit import directories, fence, health, manifest, newest, retention, sequence
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
-from datastates.commit.pending import LOCK, Pending, publish_files
+from datastates.commit.names import LOCK
+from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from memory_folders import MemoryFolders
+from memory_store import MemoryStore
 
 from datastates._base import faults
 from datastates._base.faults import Fault
@@ -18,7 +19,6 @@ from datastates.errors import StorageError
 from datastates.storage import Folders, Location, Store, folders_of
 from datastates.storage.faulty import FaultyStore
 from datastates.storage.local import LocalStore
-from datastates.storage.memory import MemoryStore
 from datastates.testing import StoreTests
 
 STORES: dict[str, Callable[[], Folders]] = {

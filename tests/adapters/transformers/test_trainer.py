@@ -20,7 +20,8 @@ from hold import GATE, held
 
 from datastates import _native
 from datastates.adapters import looks
-from datastates.commit.pending import LOCK, Pending, is_begun
+from datastates.commit.names import LOCK
+from datastates.commit.pending import Pending, is_begun
 from datastates.errors import SettingsError, StorageError
 from datastates.storage import Location
 from datastates.testing.equality import difference

@@ -1,4 +1,4 @@
-"""A store of objects in the memory of this process."""
+"""A store of objects in memory: the shortest one that keeps the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datastates.storage.objects import Entry, Store, Writer, absent
 
 
 class MemoryStore(Store):
-    """Objects in memory, which end with the process. For tests, and as an example of a store."""
+    """Objects in memory."""
 
     def __init__(self) -> None:
         """Begin without objects."""
