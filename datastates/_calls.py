@@ -11,6 +11,7 @@ from typing import Any
 
 from datastates._base import log
 from datastates.commit import health, manifest, newest
+from datastates.commit.directory_tier import readable_tier
 from datastates.commit.names import checked_step
 from datastates.config import IoSettings, RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
@@ -133,7 +134,7 @@ def opened(path: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterato
     given, wish = Location.of(path), None if step is None else checked_step(step)
     with (
         recognise.kept(given, wish) as (kind, found),
-        health.advice(found, advice if found != given and wish is None else None),
+        health.advice(readable_tier(given), found, advice if found != given and wish is None else None),
     ):
         yield of_step(kind.open(found), found, wish)
 
@@ -177,24 +178,24 @@ def export(
 
 def restore_by(
     path: Location,
+    meant: newest.Given | Format,
     providers: Sequence[StateProvider],
     meetings: Callable[[int], Meeting],
     executor: Callable[[int], Executor],
     options: Mapping[str, Any],
     *,
-    other: Format | None = None,
     wait: Callable[[], None] = lambda: None,
     prove: Callable[[], None] = lambda: None,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
 
     Args:
-        path: A checkpoint directory, or a directory of them.
+        path: A checkpoint directory, or a directory of them, or a checkpoint of another format.
+        meant: What it means.
         providers: The state to restore.
         meetings: Returns the meeting of the n-th attempt, from 0.
         executor: Returns the executor to use, given the number of bytes that will be read.
         options: Fields of a :class:`~datastates.restoring.request.RestoreRequest`, as the user gave them.
-        other: The format of the checkpoint, if it is not this package's.
         wait: Called when the state may change, before a checkpoint is chosen.
         prove: Called on the coordinator before a checkpoint is looked for; raises StorageError to refuse the directory.
 
@@ -208,16 +209,16 @@ def restore_by(
     providers, request = _checked(providers, options, meetings(0))
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
-    if other is not None:
+    if not isinstance(meant, newest.Given):
         meeting = meetings(0)
-        restored = Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).run()
+        restored = Restore(open_other(meant, path, meeting, request), providers, executor, meeting, request).run()
     else:
 
         def candidates() -> list[Location]:
             prove()
-            return newest.candidates(path, request.step, certain=not request.fallback)
+            return newest.candidates(meant, request.step, certain=not request.fallback)
 
-        found = restore_newest(providers, candidates, executor, meetings, request)
+        found = restore_newest(providers, meant.tier, candidates, executor, meetings, request)
         if found is None:
             return None if request.step is None else recognise.refuse_absence(path, request.step)
         restored = found
@@ -228,19 +229,18 @@ def restore_by(
 
 def compare_by(
     path: Location,
+    meant: newest.Given | Format,
     providers: Sequence[StateProvider],
     meeting: Meeting,
     executor: Callable[[int], Executor],
     options: Mapping[str, Any],
-    *,
-    other: Format | None,
 ) -> Comparison:
     """Compare the checkpoint with the state, without restoring. Arguments and errors as for :func:`restore_by`."""
     providers, request = _checked(providers, {**options, "strict": False}, meeting)
-    if other is not None:
-        return Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).compare()
-    candidates = partial(newest.candidates, path, request.step, certain=True)
-    found = compare_newest(providers, candidates, executor, meeting, request)
+    if not isinstance(meant, newest.Given):
+        return Restore(open_other(meant, path, meeting, request), providers, executor, meeting, request).compare()
+    candidates = partial(newest.candidates, meant, request.step, certain=True)
+    found = compare_newest(providers, meant.tier, candidates, executor, meeting, request)
     return recognise.refuse_absence(path, request.step) if found is None else found
 
 
@@ -265,15 +265,13 @@ def load_like(
 
     if not isinstance(like, Mapping):
         raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
-    other = recognise.other(path)
-    if other is None:
-        recognise.refuse_unknown(path)
+    meant = recognise.meant(path)
     # the names in a file of safetensors, say: no provider's name is in front of them
-    is_bare = other is not None and all(is_leaf(tree) for tree in like.values())
+    is_bare = not isinstance(meant, newest.Given) and all(is_leaf(tree) for tree in like.values())
     trees = {"like": dict(like)} if is_bare else like
     providers = [from_pytree(name, tree) for name, tree in trees.items()]
     meetings = partial(meeting_of, SoloWorld(), "load")
-    if restore_by(path, providers, meetings, executor, options, other=other) is None:
+    if restore_by(path, meant, providers, meetings, executor, options) is None:
         recognise.refuse_absence(path, None)
     found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
     return found["like"] if is_bare else found

@@ -14,6 +14,7 @@ from datastates import _calls
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import sweep_beside, tier_of
 from datastates.commit.names import checked_step
+from datastates.commit.newest import Given
 from datastates.commit.sequence import next_alone
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.container.pickle_reader import Trust
@@ -123,26 +124,24 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """
     name, known = "restore", sorted(RestoreOptions.__optional_keys__)
     request, settings = divide(options, known)
-    with _met(name, providers, path, settings, known) as (executor, given, other, world):
+    with _met(name, providers, path, settings, known) as (executor, given, meant, world):
         meetings = partial(_calls.meeting_of, world, name)
-        restored = _calls.restore_by(given, providers, meetings, executor, request, other=other)
+        restored = _calls.restore_by(given, meant, providers, meetings, executor, request)
     return recognise.refuse_absence(given, None) if restored is None else restored
 
 
 @contextlib.contextmanager
 def _met(
     name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any], known: Sequence[str]
-) -> Iterator[tuple[Callable[[int], Executor], Location, Format | None, World]]:
-    """Yield a maker of executors, the path, its format if it is not this package's, and the ranks that restore."""
+) -> Iterator[tuple[Callable[[int], Executor], Location, Given | Format, World]]:
+    """Yield a maker of executors, the path, what it means, and the ranks that restore."""
     with telling(lambda: _calls.world_beside(Location.of(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options, known)
         _calls.check_order(providers)
         given = Location.of(path)
-        other = recognise.other(given)
-        if other is None:
-            recognise.refuse_unknown(given)
+        meant = recognise.meant(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
-        yield partial(make_executor, settings), given, other, world
+        yield partial(make_executor, settings), given, meant, world
 
 
 def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareArguments]) -> Comparison:
@@ -167,9 +166,9 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """
     name, known = "compare", sorted(CompareOptions.__optional_keys__)
     request, settings = divide(options, known)
-    with _met(name, providers, path, settings, known) as (executor, given, other, world):
+    with _met(name, providers, path, settings, known) as (executor, given, meant, world):
         meeting = _calls.meeting_of(world, name, 0)
-        return _calls.compare_by(given, providers, meeting, executor, request, other=other)
+        return _calls.compare_by(given, meant, providers, meeting, executor, request)
 
 
 def load(

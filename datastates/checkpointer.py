@@ -300,6 +300,7 @@ class Checkpointer:
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
         restored = _calls.restore_by(
             self._root,
+            newest.Given(self._tier),
             providers,
             partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,

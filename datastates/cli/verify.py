@@ -11,6 +11,7 @@ from datastates.cli.output import as_key, print_json, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.commit import health
+from datastates.commit.directory_tier import readable_tier
 from datastates.errors import DatastatesError
 from datastates.formats import own
 from datastates.formats.format import Opened, Problem
@@ -50,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{as_key(p.key)} in {p.path} {p.what}")
     if damage is not None:
         output.complain(str(damage))
-    elif problems and arguments.step is None and path != arguments.path and (advice := health.older(path, IN_SHELL)):
-        output.complain(advice)
+    elif problems and arguments.step is None and path != arguments.path:
+        if advice := health.older(readable_tier(arguments.path), path, IN_SHELL):
+            output.complain(advice)
     elif opened is not None and not (arguments.json or problems):
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]
         what.append(f"{as_size(nbytes)} in {len(opened.files)} file(s)")

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from datastates.commit import manifest, newest
-from datastates.commit.directory_tier import readable_tier
+from datastates.commit.tier import ReadableTier
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -41,8 +41,8 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def advice(path: Location, how: str | None) -> Iterator[None]:
-    """If the block fails because ``path`` is damaged, name the newest older checkpoint that looks whole in the error.
+def advice(tier: ReadableTier, path: Location, how: str | None) -> Iterator[None]:
+    """If the block fails because ``path`` is damaged, name the newest older one of the tier that looks whole.
 
     ``how`` tells the user how to restore the older one; ``{step}`` stands for its step. None leaves the error as it is.
     """
@@ -51,19 +51,19 @@ def advice(path: Location, how: str | None) -> Iterator[None]:
     except DatastatesError as error:
         elsewhere = isinstance(error, StorageError) and not Location(str(error.filename)).is_relative_to(path)
         if how is not None and is_damage(error) and not elsewhere:
-            _add(error, f"; {found}" if (found := older(path, how)) else "")
+            _add(error, f"; {found}" if (found := older(tier, path, how)) else "")
         raise
 
 
-def older(path: Location, how: str) -> str:
+def older(tier: ReadableTier, path: Location, how: str) -> str:
     """Name the newest checkpoint before ``path`` that looks whole, and how to take it; empty if none can be found."""
     with contextlib.suppress(DatastatesError):  # the damage is to be reported even so
-        return _older(path, how)
+        return _older(tier, path, how)
     return ""
 
 
-def _older(path: Location, how: str) -> str:
-    every = list(newest.by_age(readable_tier(path.parent)).items())
+def _older(tier: ReadableTier, path: Location, how: str) -> str:
+    every = list(newest.by_age(tier).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):
         if problem(other) is None:

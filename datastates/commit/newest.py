@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
 from datastates.commit.directory_tier import readable_tier
-from datastates.commit.tier import Committed, ReadableTier, sequence_of
+from datastates.commit.tier import Committed, ReadableTier, facts_of
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -18,35 +18,53 @@ _NAMED = 8
 """Steps that a message names."""
 
 
-def candidates(path: Location, step: int | None = None, *, certain: bool = True) -> list[Location]:
-    """The checkpoints that ``path`` may mean, the newest last: itself, or all in it, or the newest of ``step``.
+class Given(NamedTuple):
+    """What the path of a user means: the checkpoints in a place, or one of them.
+
+    Attributes:
+        tier: The checkpoints of the place.
+        only: The one that the path is; None if it is the place.
+    """
+
+    tier: ReadableTier
+    only: Location | None = None
+
+
+def given(path: Location) -> Given:
+    """Find out what a path means; raises StorageError."""
+    if manifest.look(path) is not None:
+        return Given(readable_tier(path.parent), path)
+    return Given(readable_tier(path))
+
+
+def candidates(place: Given, step: int | None = None, *, certain: bool = True) -> list[Location]:
+    """The checkpoints to choose from, the newest last: the only one, or all, or the newest of ``step``.
 
     Args:
-        path: A checkpoint, or a directory of them.
+        place: A checkpoint, or a place of them.
         step: The step that is wanted; None for any.
         certain: Raise StorageError if the newest is uncertain, because a manifest that may be the newest is unreadable.
 
     Raises:
-        CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
+        CheckpointNotFoundError: The only one is of another step, or is gone.
         StorageError: With ``certain``, the newest cannot be told.
     """
-    if manifest.look(path) is not None:
-        if step is not None and (found := manifest.open(path).step) != step:
-            raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
-        return [path]
-    tier = readable_tier(path)
-    every = by_certain_age(tier, step) if certain else by_age(tier)
+    if (only := place.only) is not None:
+        if step is not None and (found := manifest.open(only).step) != step:
+            raise CheckpointNotFoundError(f"{only} is the checkpoint of step {found}, not of step {step}")
+        return [only]
+    every = by_certain_age(place.tier, step) if certain else by_age(place.tier)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
 
-def find(path: Location, step: int | None = None) -> Location:
-    """The checkpoint directory that ``path`` means: itself, or the newest in it, or the newest of ``step``.
+def find(place: Given, step: int | None = None) -> Location:
+    """The checkpoint that is meant: the only one, or the newest, or the newest of ``step``.
 
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    if not (found := candidates(path, step)):
-        refuse_absence(path, step)
+    if not (found := candidates(place, step)):
+        refuse_absence(place.tier.root, step)
     return found[-1]
 
 
@@ -108,7 +126,7 @@ def by_certain_age(tier: ReadableTier, step: int | None = None) -> dict[int, Loc
     while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
             if (found := manifest.look(newest)) is not None:
-                sequence_of(newest, found.version)  # cached, unless it could not be read before
+                facts_of(newest, found.version)  # cached, unless it could not be read before
         every = by_age(tier)
         if choose() == newest:
             break

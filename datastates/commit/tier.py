@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -26,12 +26,13 @@ _LOOKS = 8
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint, and the numbers that tell its age.
+    """A committed checkpoint: its identity, which is step and attempt, its place, and the numbers that tell its age.
 
     Attributes:
         sequence: The sequence number in its manifest; 0 in a manifest of format 1, None if the manifest is unreadable.
         step: Its step.
         revision: The revision in its name; 0 if there is none.
+        attempt: The name of the attempt that made it; empty if the manifest is unreadable.
         path: The checkpoint.
         changed: When its place was last changed, in nanoseconds by the store's clock; 0 where no manifest in the tier
             is unreadable.
@@ -40,6 +41,7 @@ class Committed(NamedTuple):
     sequence: int | None
     step: int
     revision: int
+    attempt: str
     path: Location
     changed: int
 
@@ -158,14 +160,14 @@ class ReadableTier:
         if (file := manifest.look(entry)) is None:
             return None
         try:
-            sequence = sequence_of(entry, file.version)
+            sequence, attempt = facts_of(entry, file.version)
         except CheckpointNotFoundError:  # another process has just deleted it
             return None
         except StorageError:
             if certain:
                 raise
-            sequence = None  # reported to whoever opens it
-        return Committed(sequence, int(match[1]), int(match[2] or 0), entry, 0)
+            sequence, attempt = None, ""  # reported to whoever opens it
+        return Committed(sequence, int(match[1]), int(match[2] or 0), attempt, entry, 0)
 
     @contextlib.contextmanager
     def protect(self, path: Location) -> Iterator[None]:
@@ -188,13 +190,14 @@ class ReadableTier:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def sequence_of(path: Location, version: tuple[int, ...]) -> int | None:
-    """The sequence number in a manifest. Cached while the file's ``version`` stays the same."""
+def facts_of(path: Location, version: Hashable) -> tuple[int | None, str]:
+    """The sequence and the attempt in a manifest. Cached while the file's ``version`` stays the same."""
     del version
     try:
-        return manifest.open(path).sequence or 0
+        opened = manifest.open(path)
     except FormatError:
-        return None
+        return None, ""
+    return opened.sequence or 0, opened.attempt
 
 
 class Tier(ReadableTier, ABC):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from datastates.commit import directories, newest, protection
+from datastates.commit.newest import Given
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import (
     dcp,
@@ -134,6 +135,14 @@ def other(path: Location) -> Format | None:
     """The format of a path, if it is not this package's; raises as :func:`recognise` does."""
     kind = recognise(path)
     return None if kind is own else kind
+
+
+def meant(path: Location) -> Given | Format:
+    """What a path means, to this package or to another format; raises as :func:`kept`, if it is no checkpoint's."""
+    if (kind := other(path)) is not None:
+        return kind
+    refuse_unknown(path)
+    return newest.given(path)
 
 
 def refuse_unknown(path: Location) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health
+from datastates.commit.tier import ReadableTier
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.restoring.comparison import Comparison
@@ -25,6 +26,7 @@ _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 def restore(
     providers: Sequence[StateProvider],
+    tier: ReadableTier,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meetings: Callable[[int], Meeting],
@@ -34,6 +36,7 @@ def restore(
 
     Args:
         providers: The live state to restore into.
+        tier: The tier of the candidates.
         candidates: Returns the checkpoints to choose from, the newest last. Called on the coordinator.
         executor: As for :class:`~datastates.restoring.restore.Restore`.
         meetings: Returns the meeting of the n-th attempt, from 0.
@@ -65,12 +68,12 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, request, find, reading)
+            stored = open_together(meeting, request, tier, find, reading)
             if stored is None:
                 return None
             run = Restore(stored, providers, executor, meeting, request).run
             if not request.fallback:
-                with advised(stored.path, request):
+                with advised(tier, stored.path, request):
                     return run()
             result, error = None, None
             try:
@@ -94,6 +97,7 @@ def restore(
 
 def compare(
     providers: Sequence[StateProvider],
+    tier: ReadableTier,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meeting: Meeting,
@@ -104,10 +108,10 @@ def compare(
     It takes the arguments of :func:`restore`, with one meeting.
     """
     with contextlib.ExitStack() as reading:
-        stored = open_together(meeting, request, lambda: next(reversed(candidates()), None), reading)
+        stored = open_together(meeting, request, tier, lambda: next(reversed(candidates()), None), reading)
         if stored is None:
             return None
-        with advised(stored.path, request):
+        with advised(tier, stored.path, request):
             return Restore(stored, providers, executor, meeting, request).compare()
 
 

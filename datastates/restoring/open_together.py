@@ -6,28 +6,35 @@ import contextlib
 from collections.abc import Callable
 
 from datastates.commit import health, manifest, protection
+from datastates.commit.tier import ReadableTier
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
 from datastates.storage.location import Location
 
 
-def advised(path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
+def advised(tier: ReadableTier, path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older checkpoint that looks whole.
 
     It does nothing if the user asked for a step.
     """
-    return health.advice(path, "take it with step={step}, or let fallback=True do it" if request.step is None else None)
+    how = "take it with step={step}, or let fallback=True do it" if request.step is None else None
+    return health.advice(tier, path, how)
 
 
 def open_together(
-    meeting: Meeting, request: RestoreRequest, find: Callable[[], Location | None], reading: contextlib.ExitStack
+    meeting: Meeting,
+    request: RestoreRequest,
+    tier: ReadableTier,
+    find: Callable[[], Location | None],
+    reading: contextlib.ExitStack,
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
     Args:
         meeting: The meeting of the ranks.
         request: The request of this rank. All ranks raise an error if their requests differ.
+        tier: The tier of the checkpoint.
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
         reading: The protection ends when this stack is closed.
 
@@ -37,9 +44,9 @@ def open_together(
     """
 
     def pick() -> bytes:
-        if (path := protection.keep(find, reading)) is None:
+        if (path := protection.keep(tier, find, reading)) is None:
             return b""
-        with advised(path, request):
+        with advised(tier, path, request):
             return Head.of(path, manifest.open(path)).encode()
 
     head = meeting.choose(request.wish, pick)
@@ -49,7 +56,7 @@ def open_together(
 
     def keep() -> None:
         if meeting.rank:
-            protection.keep(lambda: stored.head.path, reading)
+            protection.keep(tier, lambda: stored.head.path, reading)
 
     meeting.begin(keep)
     return stored

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from memory_folders import MemoryFolders
 
-from datastates.commit import directories, fence, health, manifest, newest, retention, sequence
+from datastates.commit import directories, fence, manifest, newest, sequence
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.names import LOCK
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
-from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
 from datastates.storage import Folders, Location, folders_of, stores
+from datastates.testing import TierTests
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -44,6 +44,24 @@ def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
     )
 
 
+class TestDirectory(TierTests):
+    @pytest.fixture(autouse=True)
+    def _made(self, tier: Tier) -> None:
+        self.tier = tier
+
+
+def test_a_step_that_is_saved_again_gets_a_revision(tier: Tier) -> None:
+    for _ in range(2):
+        commit(tier, 2)
+    assert [one.path.name for one in tier.checkpoints()] == ["step-00000002", "step-00000002.r1"]
+
+
+def test_nothing_is_found_before_the_first_commit(tier: Tier) -> None:
+    pending(tier, 1)
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        newest.find(newest.given(tier.root))
+
+
 def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
     """A checkpoint whose container is written."""
     begun = tier.pending(tier.target(step)).begin()
@@ -53,53 +71,6 @@ def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
 
 def commit(tier: Tier, step: int) -> Location:
     return pending(tier, step).commit(made(tier, step), lambda: tier.target(step, in_flight=False))
-
-
-def test_a_checkpoint_appears_at_its_commit(tier: Tier) -> None:
-    begun = pending(tier, 1)
-    assert newest.committed(tier) == {}
-    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
-        newest.find(tier.root)
-    path = begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
-    assert (path, newest.find(tier.root)) == (tier.root / "step-00000001",) * 2
-    assert manifest.open(path).step == 1
-    assert sorted(folders_of(path).names(path)) == ["manifest.json", "rank-00000.pt"]
-    assert health.problem(path) is None
-    assert tier.debris() == []
-
-
-def test_a_step_that_is_saved_again_gets_a_revision_and_is_the_newest(tier: Tier) -> None:
-    for step in (2, 1, 2):
-        commit(tier, step)
-    assert [path.name for _, path in newest.in_order(tier.checkpoints())] == [
-        "step-00000002",
-        "step-00000001",
-        "step-00000002.r1",
-    ]
-    assert newest.find(tier.root, 2).name == "step-00000002.r1"
-    retention.retain(tier, Keep(last=1))
-    assert [path.name for path in directories.steps(tier.root)] == ["step-00000002.r1"]
-
-
-def test_what_is_read_is_not_deleted(tier: Tier) -> None:
-    path = commit(tier, 1)
-    with tier.protect(path):
-        assert not tier.remove(path)
-        assert newest.find(tier.root) == path
-    assert tier.remove(path)
-    assert folders_of(tier.root).names(tier.root) == []
-    with pytest.raises(CheckpointNotFoundError), tier.protect(path):
-        pass
-
-
-def test_only_what_nobody_writes_is_debris(tier: Tier) -> None:
-    dead, alive = pending(tier, 1), pending(tier, 2)
-    dead.close()
-    assert tier.debris() == [dead.path("rank-00000.pt").parent]
-    tier.sweep()
-    assert directories.entries(tier.root) == [alive.path("rank-00000.pt").parent]
-    alive.abandon()
-    assert directories.entries(tier.root) == []
 
 
 def _failing(verb: str, monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
@@ -141,32 +112,7 @@ def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, m
 
     begun = pending(tier, 1)
     monkeypatch.setattr(kind, "rename", lose)
-    assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(tier.root)
-
-
-def test_ranks_write_one_checkpoint(tier: Tier) -> None:
-    store, target = folders_of(tier.root), tier.target(1)
-    ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
-    for number, rank in enumerate(ranks):
-        store.create(rank.file(f"rank-0000{number}.pt"), b"state")
-        rank.seal()
-    assert [rank.path("rank-00001.pt") for rank in ranks] == [ranks[1].file("rank-00001.pt")] * 2
-    ranks[1].leave()
-    ranks[1].abandon()  # it does not know yet that rank 0 commits
-    path = ranks[0].commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
-    assert sorted(store.names(path)) == ["manifest.json", "rank-00000.pt", "rank-00001.pt"]
-    assert tier.of_attempt(target, "01234567") == path
-
-
-def test_a_rank_that_gives_up_removes_its_files_alone(tier: Tier) -> None:
-    store, target = folders_of(tier.root), tier.target(1)
-    ranks = [tier.pending(target, "01234567").begin() for _ in range(2)]
-    for number, rank in enumerate(ranks):
-        store.create(rank.file(f"rank-0000{number}.pt"), b"state")
-    ranks[1].abandon()
-    assert [store.exists(ranks[0].path(f"rank-0000{number}.pt")) for number in range(2)] == [True, False]
-    ranks[0].abandon()
-    assert directories.entries(tier.root) == []
+    assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(newest.given(tier.root))
 
 
 @pytest.mark.parametrize("owners", [["a", "a"], ["a", "b"]], ids=["one process", "two processes"])
@@ -186,7 +132,9 @@ def test_a_newer_opening_of_another_process_fences(
     second.begin_to_save()
     if owners[0] == owners[1]:
         first.refuse_if_fenced()
-        assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(tier.root)
+        assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(
+            newest.given(tier.root)
+        )
         return
     with pytest.raises(FencedError, match="a newer run saves in"):
         first.refuse_if_fenced()

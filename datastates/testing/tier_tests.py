@@ -1,0 +1,137 @@
+"""The tests that every tier must pass; subclass them in a file that pytest collects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from datastates.commit import health, manifest, newest, retention, sequence
+from datastates.commit.manifest import ContainerEntry, Manifest, container_name
+from datastates.commit.tier import Tier, Uncommitted
+from datastates.config import Keep
+from datastates.errors import CheckpointNotFoundError
+from datastates.storage import Location, store_of
+
+_DATA = b"state"
+_ATTEMPT = "01234567"
+
+
+class TierTests:
+    """Tests of what a tier promises.
+
+    Write ``class TestMine(TierTests)`` and define :meth:`make`.
+    """
+
+    def make(self) -> Tier:
+        """Return a tier without checkpoints, for one test."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _made(self) -> None:
+        self.tier = self.make()
+
+    def begin(self, step: int, attempt: str | None = None) -> Uncommitted:
+        """A checkpoint that is under way."""
+        return self.tier.pending(self.tier.target(step), attempt).begin()
+
+    def write(self, begun: Uncommitted, rank: int = 0) -> Uncommitted:
+        """Write the container of a rank into a checkpoint that is under way; returns the checkpoint."""
+        path = begun.file(container_name(rank))
+        store_of(path).create(path, _DATA)
+        return begun
+
+    def manifest(self, begun: Uncommitted, step: int) -> Manifest:
+        """The manifest of a checkpoint of one rank."""
+        return Manifest(
+            format=manifest.FORMAT_VERSION,
+            step=step,
+            sequence=sequence.next_sequence(self.tier),
+            attempt=begun.attempt,
+            created=manifest.now(),
+            world_size=1,
+            containers=(ContainerEntry(file=container_name(0), rank=0, nbytes=len(_DATA), index_crc32=0),),
+        )
+
+    def target(self, step: int) -> Callable[[], Location]:
+        """What gives a checkpoint its path when it is committed."""
+        return lambda: self.tier.target(step, in_flight=False)
+
+    def commit(self, step: int) -> Location:
+        """Save a checkpoint; returns its path."""
+        begun = self.write(self.begin(step))
+        return begun.commit(self.manifest(begun, step), self.target(step))
+
+    def test_a_checkpoint_appears_at_its_commit(self) -> None:
+        """Nobody sees a checkpoint before ``commit`` returns, and then all of it."""
+        begun = self.write(self.begin(1))
+        assert self.tier.checkpoints() == []
+        path = begun.commit(self.manifest(begun, 1), self.target(1))
+        (found,) = self.tier.checkpoints()
+        assert (found.step, found.attempt, found.path) == (1, begun.attempt, path)
+        assert manifest.open(path).step == 1
+        assert health.problem(path) is None
+        assert self.tier.debris() == []
+
+    def test_a_step_that_is_saved_again_is_another_checkpoint(self) -> None:
+        """Each has an identity; the one that was committed last is the newest."""
+        paths = [self.commit(step) for step in (2, 1, 2)]
+        every = self.tier.checkpoints()
+        assert len({(one.step, one.attempt) for one in every}) == len({one.path for one in every}) == 3
+        assert [path for _, path in newest.in_order(every)] == paths
+        retention.retain(self.tier, Keep(last=1))
+        assert [one.path for one in self.tier.checkpoints()] == paths[2:]
+
+    def test_what_is_read_is_not_deleted(self) -> None:
+        """``remove`` deletes nothing while ``protect`` holds; later nothing is left."""
+        path = self.commit(1)
+        with self.tier.protect(path):
+            assert not self.tier.remove(path)
+            assert health.problem(path) is None
+        assert self.tier.remove(path)
+        assert self.tier.checkpoints() == self.tier.debris() == []
+        assert store_of(path).entries(self.tier.root, deep=True) == {}
+        with pytest.raises(CheckpointNotFoundError), self.tier.protect(path):
+            pass
+        assert self.tier.remove(path), "it is no error that it is gone"
+
+    def test_what_was_given_up_leaves_nothing(self) -> None:
+        """``abandon`` removes all files of a checkpoint, and its step can be saved again."""
+        self.write(self.begin(1)).abandon()
+        assert self.tier.checkpoints() == self.tier.debris() == []
+        assert store_of(self.tier.root).entries(self.tier.root, deep=True) == {}
+        assert manifest.open(self.commit(1)).step == 1
+
+    def test_only_what_nobody_writes_is_debris(self) -> None:
+        """``sweep`` deletes what a dead writer left, and nothing of a living one."""
+        dead, alive = self.write(self.begin(1)), self.write(self.begin(2))
+        dead.close()
+        assert len(self.tier.debris()) == 1
+        self.tier.sweep()
+        assert self.tier.debris() == []
+        path = alive.commit(self.manifest(alive, 2), self.target(2))
+        assert [one.path for one in self.tier.checkpoints()] == [path]
+
+    def test_ranks_write_one_checkpoint(self) -> None:
+        """All ranks of an attempt write into one checkpoint, which one of them commits."""
+        target = self.tier.target(1)
+        ranks = [self.write(self.tier.pending(target, _ATTEMPT).begin(), number) for number in range(2)]
+        for rank in ranks:
+            rank.seal()
+        assert len({rank.path(container_name(1)) for rank in ranks}) == 1
+        ranks[1].leave()
+        ranks[1].abandon()  # it does not know yet that rank 0 commits
+        path = ranks[0].commit(self.manifest(ranks[0], 1), self.target(1))
+        assert {container_name(0), container_name(1), manifest.FILE} <= {*store_of(path).names(path)}
+        assert self.tier.of_attempt(target, _ATTEMPT) == path
+        assert self.tier.of_attempt(target, "76543210") is None
+
+    def test_a_rank_that_gives_up_removes_its_files_alone(self) -> None:
+        """The files of other ranks stay until these give up, too."""
+        target = self.tier.target(1)
+        ranks = [self.write(self.tier.pending(target, _ATTEMPT).begin(), number) for number in range(2)]
+        ranks[1].abandon()
+        store = store_of(self.tier.root)
+        assert [store.exists(ranks[0].path(container_name(number))) for number in range(2)] == [True, False]
+        ranks[0].abandon()
+        assert store.entries(self.tier.root, deep=True) == {}
