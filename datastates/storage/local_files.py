@@ -119,7 +119,7 @@ class LocalWriter(FileWriter):
 
     @override
     def share(self, source: Location, offset: int, nbytes: int, at: int) -> bool:
-        if source.is_address:
+        if source.scheme:
             return False
         # another file system, or one without reflinks; another failure comes again when the range is written
         try:

@@ -18,16 +18,21 @@ class Location:
 
     It makes other locations, and does nothing else. A :class:`~datastates.storage.objects.Store` reads and writes
     there. An address is ``SCHEME://PLACE/NAME``; ``SCHEME://PLACE`` is the root of its locations.
+
+    Attributes:
+        scheme: The scheme of an address; empty for a path.
     """
 
-    __slots__ = ("_text",)
+    __slots__ = ("_text", "scheme")
     _text: str
+    scheme: str
 
     def __init__(self, text: PathLike) -> None:
         """Take the path or address as it is, without redundant slashes and dots."""
         given = text._text if isinstance(text, Location) else os.fspath(text)
-        if scheme := scheme_of(given):  # a path of pathlib has one slash after the scheme
-            self._text = f"{scheme}:/{PurePosixPath('/', given[len(scheme) + 1 :].lstrip('/'))}"
+        self.scheme = scheme_of(given)
+        if self.scheme:  # a path of pathlib has one slash after the scheme
+            self._text = f"{self.scheme}:/{PurePosixPath('/', given[len(self.scheme) + 1 :].lstrip('/'))}"
         else:
             self._text = str(PurePosixPath(given))
 
@@ -39,7 +44,7 @@ class Location:
             TypeError: It is neither a string nor an os.PathLike.
             ValueError: It is empty.
         """
-        if isinstance(path, Location) and path.is_address:
+        if isinstance(path, Location) and path.scheme:
             return path
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: must be a string or os.PathLike, got {path!r:.40} ({type(path).__name__})")
@@ -67,27 +72,22 @@ class Location:
         if "/" in name or name in ("", ".") or self._text in ("/", "//", "."):
             return self._with(self._names / name)
         made = object.__new__(Location)  # as it is for every file of every checkpoint in a directory
-        made._text = f"{self._text}/{name}"
+        made._text, made.scheme = f"{self._text}/{name}", self.scheme
         return made
-
-    @property
-    def is_address(self) -> bool:
-        """Whether it is an address, not a path."""
-        return "://" in self._text  # no path without redundant slashes has it
 
     @property
     def _names(self) -> PurePosixPath:
         """The path; of an address, its names below the root as an absolute path."""
-        return PurePosixPath(self._text[len(self._root) :] or "/") if self.is_address else PurePosixPath(self._text)
+        return PurePosixPath(self._text[len(self._root) :] or "/") if self.scheme else PurePosixPath(self._text)
 
     @property
     def _root(self) -> str:
         """The root of an address; empty for a path."""
-        return "/".join(self._text.split("/", 3)[:3]) if self.is_address else ""
+        return "/".join(self._text.split("/", 3)[:3]) if self.scheme else ""
 
     def _with(self, names: PurePosixPath) -> Location:
         """The location of other names, as :attr:`_names` gives them, in the same store."""
-        return Location(f"{self._root}{names}" if self.is_address else names)
+        return Location(f"{self._root}{names}" if self.scheme else names)
 
     @property
     def name(self) -> str:
@@ -125,11 +125,11 @@ class Location:
     @property
     def face(self) -> Face:
         """This location for users."""
-        return self._text if self.is_address else Path(self._text)
+        return self._text if self.scheme else Path(self._text)
 
     def __fspath__(self) -> str:
         """The path, for calls of the system and for the native core; raises as :func:`refuse_address`."""
-        if self.is_address:
+        if self.scheme:
             refuse_address(self)
         return self._text
 
@@ -156,8 +156,9 @@ class Location:
 
 def scheme_of(path: PathLike) -> str:
     """The scheme of the address of a store or a server, ``s3`` for ``s3://bucket``; empty for a path."""
-    text = str(path) if isinstance(path, Location) else os.fspath(path)
-    return "" if (match := _ADDRESS.match(text)) is None else match[1]
+    if isinstance(path, Location):
+        return path.scheme
+    return "" if (match := _ADDRESS.match(os.fspath(path))) is None else match[1]
 
 
 def refuse_address(path: PathLike) -> None:
