@@ -10,7 +10,6 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from datastates import _calls
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import sweep_beside, tier_of
 from datastates.commit.names import checked_step
@@ -20,22 +19,30 @@ from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
+from datastates.exporting import export as exporting
 from datastates.exporting.export import Exported
+from datastates.exporting.request import ExportRequest
 from datastates.formats import recognise
-from datastates.formats.format import Format
+from datastates.formats.together import origin_of
 from datastates.ranks.together import meet
-from datastates.ranks.world import World
+from datastates.ranks.world import SoloWorld, World, open_world
 from datastates.reading.checkpoint import Checkpoint
 from datastates.reading.needed_memory import refuse_too_large
+from datastates.reading.request import ReadRequest
+from datastates.restoring import requested
 from datastates.restoring.comparison import Comparison
+from datastates.restoring.meeting import attempts
 from datastates.restoring.renaming import Renames
 from datastates.restoring.request import CompareOptions, RestoreOptions, divide
+from datastates.restoring.requested import Origin
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
+from datastates.saving import gate
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
-from datastates.state.new_memory import AS_SAVED, Device, Framework, Into
-from datastates.state.provider import StateProvider
+from datastates.state.new_memory import AS_SAVED, Device, Framework
+from datastates.state.provider import StateProvider, refuse_path
+from datastates.state.pytrees import is_leaf
 from datastates.storage import store_of
 from datastates.storage.location import Location, PathLike
 
@@ -84,10 +91,10 @@ def snapshot(
     name = "snapshot"
     with telling(lambda: Location.of(path).parent, options, partial(refuse_to_meet, name)):
         settings = RankSettings.of(options)
-        _calls.check_order(providers)
+        refuse_path(providers)
         target, step = Location.of(path), checked_step(step)
         tier = tier_of(target.parent)
-    world = _calls.open_world(settings, target.parent)
+    world = open_world(settings, target.parent)
 
     def prepare() -> bytes:
         if store_of(target).exists(target):
@@ -124,24 +131,23 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """
     name, known = "restore", sorted(RestoreOptions.__optional_keys__)
     request, settings = divide(options, known)
-    with _met(name, providers, path, settings, known) as (executor, given, meant, world):
-        meetings = partial(_calls.meeting_of, world, name)
-        restored = _calls.restore_by(given, meant, providers, meetings, executor, request)
-    return recognise.refuse_absence(given, None) if restored is None else restored
+    with _met(name, providers, path, settings, known) as (executor, given, origin, world):
+        restored = requested.restore(origin, providers, request, attempts(world, name), executor, wait=gate.pass_all)
+    return recognise.refuse_absence(given, request.get("step")) if restored is None else restored
 
 
 @contextlib.contextmanager
 def _met(
     name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any], known: Sequence[str]
-) -> Iterator[tuple[Callable[[int], Executor], Location, Given | Format, World]]:
-    """Yield a maker of executors, the path, what it means, and the ranks that restore."""
-    with telling(lambda: _calls.world_beside(Location.of(path)), options, partial(refuse_to_restore, name)):
+) -> Iterator[tuple[Callable[[int], Executor], Location, Origin, World]]:
+    """Yield a maker of executors, the path, what is restored from it, and the ranks that restore."""
+    with telling(lambda: recognise.meeting_place(Location.of(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options, known)
-        _calls.check_order(providers)
+        refuse_path(providers)
         given = Location.of(path)
-        meant = recognise.meant(given)
-    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
-        yield partial(make_executor, settings), given, meant, world
+        origin = origin_of(given)
+    with contextlib.closing(open_world(settings, recognise.meeting_place(given))) as world:
+        yield partial(make_executor, settings), given, origin, world
 
 
 def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareArguments]) -> Comparison:
@@ -166,9 +172,9 @@ def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """
     name, known = "compare", sorted(CompareOptions.__optional_keys__)
     request, settings = divide(options, known)
-    with _met(name, providers, path, settings, known) as (executor, given, meant, world):
-        meeting = _calls.meeting_of(world, name, 0)
-        return _calls.compare_by(given, meant, providers, meeting, executor, request)
+    with _met(name, providers, path, settings, known) as (executor, given, origin, world):
+        found = requested.compare(origin, providers, request, attempts(world, name)(0), executor)
+    return recognise.refuse_absence(given, request.get("step")) if found is None else found
 
 
 def load(
@@ -231,15 +237,35 @@ def load(
         ImportError: An element type needs torch or ml_dtypes and neither is installed, the framework lacks it, or an
             object is of torch and ``framework`` is ``"np"``. The message names it.
     """
-    settings, into = IoSettings.of(options), Into.of(framework, device)
+    executor = partial(make_executor, IoSettings.of(options))
+    request = ReadRequest.of(step, framework, device, trust)
     if like is not None:
-        if into != AS_SAVED:
+        if request.into != AS_SAVED:
             raise ValueError(f"like: its arrays say what they are, beside framework={framework!r}, device={device!r}")
-        request = {"step": step, "trust": trust}
-        return _calls.load_like(Location.of(path), like, partial(make_executor, settings), request)
-    with _calls.opened(path, step) as found:
-        refuse_too_large(found.tensors.path, found.files, into)
-        return found.load(partial(make_executor, settings), trust=trust, into=into)
+        return _load_like(Location.of(path), like, executor, {"step": request.step, "trust": trust})
+    with recognise.opened(path, request.step) as found:
+        refuse_too_large(found.tensors.path, found.files, request.into)
+        return found.load(executor, trust=trust, into=request.into)
+
+
+def _load_like(
+    path: Location, like: Mapping[str, Any], executor: Callable[[int], Executor], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read trees into new arrays like the arrays in ``like``; arguments and errors as for :func:`load`."""
+    from datastates.providers.pytree import from_pytree
+
+    if not isinstance(like, Mapping):
+        raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
+    origin = origin_of(path)
+    # the names in a file of safetensors, say: no provider's name is in front of them
+    is_bare = not isinstance(origin, Given) and all(is_leaf(tree) for tree in like.values())
+    trees = {"like": dict(like)} if is_bare else like
+    providers = [from_pytree(name, tree) for name, tree in trees.items()]
+    meetings = attempts(SoloWorld(), "load")
+    if requested.restore(origin, providers, options, meetings, executor, wait=gate.pass_all) is None:
+        recognise.refuse_absence(path, options["step"])
+    found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
+    return found["like"] if is_bare else found
 
 
 def export(
@@ -298,17 +324,8 @@ def export(
         SettingsError: An option is unknown or impossible.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
-    return _calls.export(
-        source,
-        target,
-        settings=IoSettings.of(options),
-        step=step,
-        keys=keys,
-        rename=rename,
-        dtype=dtype,
-        shard_size=shard_size,
-        progress=progress,
-    )
+    request = ExportRequest.of(target, step=step, keys=keys, rename=rename, dtype=dtype, shard_size=shard_size)
+    return exporting.export(source, request, IoSettings.of(options), progress)
 
 
 def open(
@@ -342,7 +359,7 @@ def open(
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.
     """
-    settings, into = IoSettings.of(options), Into.of(framework, device)
+    settings, request = IoSettings.of(options), ReadRequest.of(step, framework, device)
     with contextlib.ExitStack() as reading:
-        found = reading.enter_context(_calls.opened(path, step))
-        return Checkpoint(found.tensors, partial(make_executor, settings), reading.pop_all(), into)
+        found = reading.enter_context(recognise.opened(path, request.step))
+        return Checkpoint(found.tensors, partial(make_executor, settings), reading.pop_all(), request.into)

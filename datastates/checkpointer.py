@@ -14,7 +14,6 @@ from types import TracebackType
 
 from typing_extensions import Unpack
 
-from datastates import _calls
 from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
@@ -30,8 +29,11 @@ from datastates.errors import (
     SnapshotSkippedError,
 )
 from datastates.executor.make import make_executor, prepare
+from datastates.formats import recognise
 from datastates.ranks.together import meet
-from datastates.ranks.world import refuse_outdated
+from datastates.ranks.world import open_world, refuse_outdated
+from datastates.restoring import requested
+from datastates.restoring.meeting import attempts
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
@@ -46,7 +48,7 @@ from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.taken import Taken
 from datastates.saving.termination import Termination
-from datastates.state.provider import StateProvider
+from datastates.state.provider import StateProvider, refuse_path
 from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike
 
@@ -88,12 +90,12 @@ class Checkpointer:
             self.directory = Path(self._root)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
-            _calls.refuse_checkpoint(self._root)
+            recognise.refuse_checkpoint(self._root)
             folders_of(self._root).make_folder(self._root)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
-            world = _calls.open_world(self.settings, self._root)
+            world = open_world(self.settings, self._root)
             undo.callback(world.close)
             self._opening = self._tier.opening(meet(world, self._name, self._root, lambda: self._tier.open().encode()))
             undo.pop_all()
@@ -173,7 +175,7 @@ class Checkpointer:
             if (failure := self._taken.failure()) is not None:
                 raise failure
             self._opening.refuse_if_known_fenced()
-            _calls.check_order(providers)
+            refuse_path(providers)
             begin = time.monotonic()
             self._wait_for_room()
             if self._termination is not None:
@@ -298,13 +300,12 @@ class Checkpointer:
         self._raise_if_closed()
         refuse_outdated(self._engine.world)
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
-        restored = _calls.restore_by(
-            self._root,
+        restored = requested.restore(
             newest.Given(self._tier),
             providers,
-            partial(_calls.meeting_of, self._engine.world, name),
-            lambda _: executor,
             request,
+            attempts(self._engine.world, name),
+            lambda _: executor,
             # so that the checkpoint it finds does not depend on the speed of the storage
             wait=partial(same_place.wait, self._engine),
             prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
@@ -312,8 +313,10 @@ class Checkpointer:
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
             self._run.restored = Location(restored.path)
+        elif (step := request.get("step")) is not None:
+            recognise.refuse_absence(self._root, step)
         elif self._engine.world.rank == 0:
-            _calls.warn_of_other(self._root)
+            recognise.warn_of_other(self._root)
         return restored
 
     def steps(self) -> list[int]:

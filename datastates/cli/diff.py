@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from datastates import _calls
 from datastates.cli.arguments import add_step, as_location
 from datastates.cli.compare import Differences, compare
 from datastates.cli.distance import Distance, distance
@@ -18,6 +17,7 @@ from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL
 from datastates.config import IoSettings
 from datastates.executor.make import make_small_executor
+from datastates.formats import recognise
 from datastates.formats.format import Opened
 from datastates.reading.pieces import are_numbers, pieces
 
@@ -36,8 +36,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     with (
-        _calls.opened(arguments.A, arguments.step, IN_SHELL) as a,
-        _calls.opened(arguments.B, arguments.step, IN_SHELL) as b,
+        recognise.opened(arguments.A, arguments.step, IN_SHELL) as a,
+        recognise.opened(arguments.B, arguments.step, IN_SHELL) as b,
     ):
         found = compare(a.files, b.files)
         values = _distances(a, b, found, quiet=arguments.json) if arguments.values else {}

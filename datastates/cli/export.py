@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 
-from datastates import _calls
 from datastates.cli.arguments import add_checkpoint, as_location
 from datastates.cli.output import WrongCallError, as_key, print_json, printable, say
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.config import IoSettings
 from datastates.errors import FormatError
-from datastates.exporting.export import CASTS
+from datastates.exporting.export import export
+from datastates.exporting.request import CASTS, ExportRequest
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
 
@@ -50,18 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         with progress_bar("export", quiet=arguments.json) as progress:
-            done = _calls.export(
-                arguments.source,
+            request = ExportRequest.of(
                 arguments.target,
-                settings=IoSettings.of({}),
                 step=arguments.step,
                 keys=arguments.keys or "*",
                 rename=_renames(arguments.rename),
                 dtype=arguments.dtype,
                 shard_size=arguments.shard_size,
-                progress=progress,
-                advice=IN_SHELL,
             )
+            done = export(arguments.source, request, IoSettings.of({}), progress, IN_SHELL)
     except FormatError:  # a ValueError, too
         raise
     except (ValueError, TypeError, FileExistsError) as error:

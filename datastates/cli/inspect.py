@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from datastates import _calls
 from datastates.cli.arguments import add_checkpoint
 from datastates.cli.modules import Module, modules
 from datastates.cli.output import as_key, print_json, printable, say
@@ -16,6 +15,7 @@ from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_tabl
 from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
+from datastates.formats import recognise
 from datastates.reading.tensors import Metadata, TensorFile
 
 WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
+    with recognise.opened(arguments.path, arguments.step, IN_SHELL) as opened:
         files = opened.files
     kind, path, metadata = opened.format, opened.tensors.path, opened.tensors.metadata
     tensors = combine([one.shards for one in files])

@@ -8,7 +8,7 @@ from typing import Any
 from datastates.cli.output import say
 
 IN_SHELL = "take it with --step {step}"
-"""Advice in the shell on how to take another step; :func:`datastates._calls.opened` gives it."""
+"""Advice in the shell on how to take another step; :func:`datastates.formats.recognise.opened` gives it."""
 _WIDEST = 80
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from datastates import _calls
 from datastates.cli import output
 from datastates.cli.arguments import add_checkpoint
 from datastates.cli.output import as_key, print_json, say
@@ -13,7 +12,7 @@ from datastates.cli.show import IN_SHELL, as_size
 from datastates.commit import health
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import DatastatesError
-from datastates.formats import own
+from datastates.formats import own, recognise
 from datastates.formats.format import Opened, Problem
 
 WHAT = "read every byte of a checkpoint and check it; exit 1 when one is wrong"
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     opened: Opened | None = None
     nbytes, damage = 0, None
     try:
-        with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
+        with recognise.opened(arguments.path, arguments.step, IN_SHELL) as opened:
             nbytes = opened.nbytes
             with progress_bar("verify", quiet=arguments.json) as advance:
                 problems += opened.verify(lambda now: advance(now, nbytes))

@@ -12,26 +12,27 @@ from pathlib import Path
 
 from datastates.commit.directory_tier import sweep_beside
 from datastates.commit.pending import Pending, publish_files
+from datastates.config import IoSettings
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
 from datastates.errors import FormatError, StorageError
-from datastates.executor.executor import Executor
+from datastates.executor.make import make_small_executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting import torch_layout
 from datastates.exporting.copying import Copier, Origin, window_nbytes
 from datastates.exporting.frame import File
 from datastates.exporting.naming import choose, matches, names_of
+from datastates.exporting.request import ExportRequest
 from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
+from datastates.formats import recognise
+from datastates.formats.format import Opened
 from datastates.reading.casting import FLOATS
 from datastates.reading.tensors import Metadata, Tensors
-from datastates.restoring.renaming import Renames
 from datastates.restoring.restored import of_classes, shortened
 from datastates.storage import folders_of
-from datastates.storage.location import Location
+from datastates.storage.location import Location, PathLike
 
-CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""The types that floating-point tensors can be cast to: the usual short names, and torch's."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Error numbers of a rename to a name that is taken: by a file, a folder with content, a file for a folder."""
 
@@ -69,66 +70,49 @@ class Exported:
     cast: tuple[str, ...]
 
 
-def cast_type(dtype: object) -> str | None:
-    """Torch's name of the type to cast to, given as ``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16``; None for None.
-
-    Raises:
-        ValueError: Tensors cannot be cast to it.
-    """
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    name = CASTS.get(name, name)
-    if name not in CASTS.values():
-        raise ValueError(f"dtype: {dtype} is none of {', '.join([*CASTS, *CASTS.values()])}")
-    return name
-
-
 def export(
-    stored: Tensors,
-    source: str,
-    target: Location,
-    executor: Callable[[int], Executor],
-    *,
-    keys: Sequence[str],
-    rename: Renames,
-    dtype: str | None,
-    shard_nbytes: int | None,
-    direct_io: bool,
-    progress: Callable[[int, int], object],
+    source: PathLike,
+    request: ExportRequest,
+    settings: IoSettings,
+    progress: Callable[[int, int], object] | None,
+    advice: str = recognise.IN_PYTHON,
 ) -> Exported:
-    """Write the tensors of a checkpoint to ``target``; see :func:`datastates.export`.
+    """Write the tensors of a checkpoint; see :func:`datastates.export`.
 
     Args:
-        stored: The checkpoint.
-        source: The name of its format.
-        target: The file or folder to make.
-        executor: Makes an executor for windows of so many bytes.
-        keys: Globs of full keys.
-        rename: New names.
-        dtype: Torch's name of the type that floating-point tensors are cast to; None casts nothing.
-        shard_nbytes: Most bytes of tensors in a file of a folder; None for the default.
-        direct_io: Whether to write past the page cache.
+        source: The checkpoint, or the directory that it is in.
+        request: The options of the export.
+        settings: How bytes move.
         progress: Called with the number of bytes written, and the number of all bytes.
+        advice: As for :func:`datastates.formats.recognise.opened`.
     """
+    with recognise.opened(source, request.step, advice) as found:
+        return _export(found, request, settings, progress or (lambda *_: None))
+
+
+def _export(
+    found: Opened, request: ExportRequest, settings: IoSettings, progress: Callable[[int, int], object]
+) -> Exported:
+    stored = found.tensors
+    target = request.target
     refuse_existing(target)
     if not stored.keys:
         raise FormatError(f"{stored.path}: {_why_nothing(stored)}")
-    chosen = choose(stored.keys, keys)
-    names = names_of(chosen, rename)
+    chosen = choose(stored.keys, request.keys)
+    names = names_of(chosen, request.rename)
     origins, tied = _origins(stored, chosen)
     tensors = [
-        Tensor(key, names[key], _type(origins[key].row.dtype.name, dtype), origins[key].row.global_shape)
+        Tensor(key, names[key], _type(origins[key].row.dtype.name, request.dtype), origins[key].row.global_shape)
         for key in chosen
         if key not in tied
     ]
     named = {names[key]: names[kept] for key, kept in tied.items()}
     block = window_nbytes([(origins[tensor.key].row.dtype.name, tensor.dtype) for tensor in tensors])
-    planned, omitted = _plan(target, tensors, named, stored.metadata, shard_nbytes, block)
+    planned, omitted = _plan(request, tensors, named, stored.metadata, block)
     total = sum(file.nbytes for file in planned)
-    made = executor(max(file.nbytes for file in planned))
+    made = make_small_executor(settings, max(file.nbytes for file in planned))
     with contextlib.closing(made), _pending(place_of_partial(target)) as pending:
-        copier = Copier(origins, made, direct_io=direct_io, progress=lambda nbytes: progress(nbytes, total))
+        copier = Copier(origins, made, direct_io=settings.direct_io, progress=lambda nbytes: progress(nbytes, total))
         for file in planned:
             copier.copy(pending.file(file.name), file)
         if len(planned) > 1:
@@ -136,13 +120,13 @@ def export(
         _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
-        source,
+        found.format,
         Path(target),
         tuple(file.name for file in planned),
         len(tensors),
         total,
         named,
-        tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
+        tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, request.keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
         omitted,
         tuple(tensor.key for tensor in tensors if tensor.dtype != origins[tensor.key].row.dtype.name),
@@ -150,25 +134,24 @@ def export(
 
 
 def _plan(
-    target: Location,
+    request: ExportRequest,
     tensors: Sequence[Tensor],
     tied: Mapping[str, str],
     metadata: Metadata,
-    shard_nbytes: int | None,
     block: int,
 ) -> tuple[list[File], tuple[str, ...]]:
     """Lay out the files of an export. Returns them, and the names of metadata that they have no place for."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.index.items()}
     texts |= metadata.texts
+    target = request.target
     if is_torch(target):
         lost = *(name for name in texts if name != "format"), *metadata.differing
         return [torch_layout.file_of(target.name, tensors, tied, block)], lost
     if is_file(target):
         return [layout.file_of(target.name, tensors, tied, texts, block)], metadata.differing
-    most = shard_nbytes or layout.parse_size("5GB")
-    planned = layout.files_of(tensors, tied, metadata.texts, most, block)
+    planned = layout.files_of(tensors, tied, metadata.texts, request.shard_nbytes, block)
     if len(planned) == 1:  # there is no index
-        planned = layout.files_of(tensors, tied, texts, most, block)
+        planned = layout.files_of(tensors, tied, texts, request.shard_nbytes, block)
     return planned, metadata.differing
 
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from datastates.commit import directories, newest, protection
-from datastates.commit.newest import Given
+from datastates._base import log
+from datastates.commit import directories, health, manifest, newest, protection
+from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import (
     dcp,
@@ -22,9 +23,9 @@ from datastates.formats import (
     trainer,
     unknown,
 )
-from datastates.formats.format import Format
+from datastates.formats.format import Format, Opened
 from datastates.storage import Entry, store_of
-from datastates.storage.location import Location
+from datastates.storage.location import Location, PathLike
 
 FORMATS: tuple[Format, ...] = (
     own,
@@ -137,14 +138,6 @@ def other(path: Location) -> Format | None:
     return None if kind is own else kind
 
 
-def meant(path: Location) -> Given | Format:
-    """What a path means, to this package or to another format; raises as :func:`kept`, if it is no checkpoint's."""
-    if (kind := other(path)) is not None:
-        return kind
-    refuse_unknown(path)
-    return newest.given(path)
-
-
 def refuse_unknown(path: Location) -> None:
     """Raise FormatError for a path of a format that is not read, but known; the message names what reads it.
 
@@ -176,3 +169,62 @@ def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Loca
         except CheckpointNotFoundError as error:
             raise _with_other(error, path) from None
         yield own, chosen
+
+
+IN_PYTHON = "take it with step={step}"
+"""Advice to callers in Python on how to take another step."""
+
+
+@contextlib.contextmanager
+def opened(given: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterator[Opened]:
+    """Open the checkpoint that a path means, of any format, protected from deletion; raises as :func:`kept`.
+
+    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole, and ``advice``
+    tells how to take it.
+    """
+    path = Location.of(given)
+    with (
+        kept(path, step) as (kind, found),
+        health.advice(readable_tier(path), found, advice if found != path and step is None else None),
+    ):
+        yield of_step(kind.open(found), found, step)
+
+
+def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
+    """Return ``opened``; raises CheckpointNotFoundError if a ``step`` is wanted and it is of another step."""
+    if step is not None and (saved := opened.tensors.step) != step:
+        of = "no step that it names" if saved is None else f"step {saved}"
+        raise CheckpointNotFoundError(f"{path} is of {of}, not of step {step}")
+    return opened
+
+
+def meeting_place(path: Location) -> Location:
+    """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
+    has_checkpoints = (
+        store_of(path).is_folder(path) and not store_of(path).exists(path / manifest.FILE) and other(path) is None
+    )
+    return path if has_checkpoints else path.parent
+
+
+def refuse_checkpoint(directory: Location) -> None:
+    """Raise ValueError if a directory for checkpoints is itself a checkpoint: restore would find none saved in it."""
+    if manifest.look(directory) is not None:
+        raise ValueError(
+            f"directory: {directory} is itself a checkpoint: give the directory that it lies in, or use "
+            "datastates.restore"
+        )
+    if (kind := other(directory)) is not None:
+        raise ValueError(
+            f"directory: {directory} is {kind.NAME}: give another directory for new checkpoints, and restore from this "
+            f"one by datastates.restore(providers, {str(directory)!r})"
+        )
+
+
+def warn_of_other(directory: Location) -> None:
+    """If a directory has no checkpoint of a training run, log the name of another checkpoint in it."""
+    if (there := newest_other(directory)) is not None:
+        path, what = there
+        log.warning(
+            "%s has no checkpoint of this training run. %s is %s: datastates.restore(providers, %r) restores from it",
+            *(directory, path, what, str(path)),
+        )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from datastates._base import log
 from datastates._base.workers import start
+from datastates.config import RankSettings
 from datastates.errors import SettingsError
 from datastates.ranks import jax_keys, torch_keys
 from datastates.ranks.board_world import BoardWorld, Decide, token_of
@@ -102,6 +103,11 @@ class SoloWorld:
 _rounds: dict[str, Rounds] = {}
 """This process's rounds in a framework's store, by the name of the directory."""
 _rounds_lock = threading.Lock()
+
+
+def open_world(settings: RankSettings, directory: Location) -> World:
+    """As :func:`world_of`, by the settings of a call."""
+    return world_of(settings.rank, settings.world_size, directory, settings.rank_timeout)
 
 
 def world_of(rank: int | None, world_size: int | None, directory: Location, timeout: float) -> World:

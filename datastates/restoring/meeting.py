@@ -281,3 +281,8 @@ class Meeting:
 
         wrong, unknown = unpack(self.settle("digest", encoded, decide))
         return wrong, unknown
+
+
+def attempts(world: World, name: str) -> Callable[[int], Meeting]:
+    """A function that makes the meeting of the n-th attempt of a restore, from 0."""
+    return lambda attempt: Meeting(world, f"{name}/again/{attempt}" if attempt else name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from datastates.saving import gate
 from datastates.saving.engine import Engine
 from datastates.storage import folders_of
 from datastates.storage.location import Location
@@ -19,7 +20,8 @@ def add(engine: Engine, root: Location) -> None:
 
 
 def wait(engine: Engine) -> None:
-    """Wait until no engine has a snapshot in flight in the directory of ``engine``."""
+    """Wait until the state may change, and no engine has a snapshot in flight in the directory of ``engine``."""
+    gate.pass_all()
     root, place = _places[engine]
     for other, (its_root, its_place) in list(_places.items()):
         if its_root == root or its_place == place:

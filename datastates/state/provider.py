@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -283,3 +284,9 @@ def stored_name(provider: StateProvider, rank: int, ranks: int) -> str:
     If several ranks save, a provider that is ``per_rank`` gets the rank's number at the end: ``name@00003``.
     """
     return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name
+
+
+def refuse_path(providers: Sequence[StateProvider]) -> None:
+    """Raise TypeError for a path in the place of providers."""
+    if isinstance(providers, (str, bytes, os.PathLike)):
+        raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")

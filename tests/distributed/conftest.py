@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from memory_keys import Memory, MemoryKeys
 
-from datastates import _calls
+from datastates import api, checkpointer
 from datastates.errors import DatastatesError
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
@@ -58,7 +58,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     """
     here = threading.local()
 
-    monkeypatch.setattr(_calls, "open_world", lambda settings, directory: next(here.worlds))
+    for module in (api, checkpointer):
+        monkeypatch.setattr(module, "open_world", lambda settings, directory: next(here.worlds))
 
     def run(n: int, function: Callable[[int], T]) -> list[T | DatastatesError]:
         memory = Memory()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _calls
+from datastates import api
 from datastates.config import Settings
 from datastates.errors import CommitError
 from datastates.providers import HostTensorProvider
@@ -24,7 +24,7 @@ AUTO: dict[str, Any] = {"every": "auto", "mtbf": "1h"}
 def due_of(rank: int, name: str) -> tuple[Due, list[float]]:
     """One rank's Due with an interval of 500 s, and its clock."""
     now = [0.0]
-    world = _calls.open_world(Settings.of({}), Location(name))
+    world = api.open_world(Settings.of({}), Location(name))
     return Due(Settings.of(AUTO), lambda mtbf: 500.0, world, "due", lambda: now[0]), now
 
 
@@ -76,7 +76,7 @@ def test_ranks_that_sigterm_reaches_at_different_steps_take_one_last_snapshot(
     needed: float, threads: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def one(rank: int) -> list[int]:
-        world = _calls.open_world(Settings.of({}), Location("run"))
+        world = api.open_world(Settings.of({}), Location("run"))
         last, found = LastSnapshot(1000, lambda: needed if rank == 2 else 1.0, world, "last"), []
         held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
         step = 0
@@ -99,7 +99,7 @@ def test_ranks_that_sigterm_reaches_at_different_steps_take_one_last_snapshot(
 
 def test_a_rank_that_sigterm_does_not_reach_keeps_nobody(threads: Any) -> None:
     def one(rank: int) -> list[bool]:
-        world = _calls.open_world(Settings.of({}), Location("run"))
+        world = api.open_world(Settings.of({}), Location("run"))
         last = LastSnapshot(0.2, lambda: 0.0, world, "last")
         if rank == 0:
             return []
@@ -117,7 +117,7 @@ def test_a_rank_that_sigterm_reaches_after_another_gave_up_takes_no_last_snapsho
     """A rank gives up after half of the grace time of 1000 s."""
 
     def one(rank: int) -> bool:
-        world = _calls.open_world(Settings.of({}), Location("run"))
+        world = api.open_world(Settings.of({}), Location("run"))
         last = LastSnapshot(1000, lambda: 1.0, world, "last", wall=lambda: apart * rank)
         assert not last.is_due(1)
         held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
@@ -139,6 +139,7 @@ import os, signal, sys
 import numpy as np
 import datastates as ds
 from datastates.providers import HostTensorProvider
+from datastates.ranks.world import open_world
 
 rank = int(os.environ["RANK"])
 called = []

@@ -27,7 +27,6 @@ ORDER = [
     {"saving", "restoring"},
     {"formats"},
     {"exporting"},
-    {"_calls"},
     {"api", "checkpointer"},
     {"protocol", "cli"},
     {"__init__", "__main__"},
@@ -158,7 +157,7 @@ def test_imports_go_down_only(module: str) -> None:
             assert package in PROVIDERS, f"{module} imports {target}"
             continue
         if package == "providers":
-            assert own in ("adapters", "testing", "demo", "_calls"), f"{module} imports {target}"
+            assert own in ("adapters", "testing", "demo", "api"), f"{module} imports {target}"
             continue
         assert package in LEVEL, f"{module} imports {target}, which has no place in ORDER"
         assert LEVEL[package] < LEVEL[own], f"{module} imports {target}, which is not below it"

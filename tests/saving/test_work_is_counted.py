@@ -31,63 +31,63 @@ torch = pytest.importorskip("torch")
 TABLE: dict[str, dict[str, dict[str, int]]] = {
     "one tensor": {
         "snapshot": {
-            "_base": 12, "_calls": 1, "checkpointer": 3, "commit": 5, "executor": 3, "native": 2,
+            "_base": 12, "checkpointer": 3, "commit": 5, "executor": 3, "native": 2,
             "others calls": 794, "others files": 70, "others native": 43, "providers": 16, "ranks": 4,
             "saving": 49, "state": 25, "storage": 2,
         },
         "restore": {
-            "_base": 109, "_calls": 6, "checkpointer": 5, "commit": 37, "container": 153, "errors": 30,
+            "_base": 109, "checkpointer": 5, "commit": 37, "container": 153, "errors": 30,
             "executor": 110, "files": 25, "native": 15, "planning": 48, "providers": 28, "ranks": 11,
             "reading": 110, "restoring": 140, "saving": 5, "state": 235, "storage": 109,
         },
         "load": {
-            "_base": 97, "_calls": 3, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
+            "_base": 97, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
             "executor": 13, "files": 35, "formats": 12, "native": 13, "planning": 48, "reading": 102, "state": 159,
             "storage": 177,
         },
     },
     "400 tensors, from_stateful": {
         "snapshot": {
-            "_base": 13, "_calls": 1, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
+            "_base": 13, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
             "others calls": 8502, "others files": 70, "others native": 44, "providers": 31, "ranks": 4,
             "saving": 54, "state": 43, "storage": 2,
         },
         "restore": {
-            "_base": 1905, "_calls": 6, "checkpointer": 5, "commit": 37, "container": 592, "errors": 36,
+            "_base": 1905, "checkpointer": 5, "commit": 37, "container": 592, "errors": 36,
             "executor": 121, "files": 31, "native": 20, "planning": 49, "providers": 5279, "ranks": 11,
             "reading": 528, "restoring": 1106, "saving": 5, "state": 7940, "storage": 124,
         },
         "load": {
-            "_base": 895, "_calls": 3, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
+            "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
             "executor": 13, "files": 38, "formats": 12, "native": 15, "planning": 49, "reading": 4897,
             "state": 7538, "storage": 185,
         },
     },
     "400 tensors, from_state_dict of functions": {
         "snapshot": {
-            "_base": 14, "_calls": 1, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
+            "_base": 14, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
             "others calls": 8502, "others files": 70, "others native": 44, "providers": 32, "ranks": 4,
             "saving": 54, "state": 46, "storage": 2,
         },
         "load": {
-            "_base": 895, "_calls": 3, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
+            "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
             "executor": 13, "files": 38, "formats": 12, "native": 15, "planning": 49, "reading": 4897,
             "state": 7538, "storage": 185,
         },
     },
     "100 nested NumPy arrays": {
         "snapshot": {
-            "_base": 1424, "_calls": 1, "checkpointer": 3, "commit": 5, "executor": 4, "native": 5,
+            "_base": 1424, "checkpointer": 3, "commit": 5, "executor": 4, "native": 5,
             "others calls": 3092, "others files": 70, "others native": 43, "providers": 1030, "ranks": 4,
             "saving": 761, "state": 6437, "storage": 2,
         },
         "restore": {
-            "_base": 1216, "_calls": 6, "checkpointer": 5, "commit": 37, "container": 1161, "errors": 30,
+            "_base": 1216, "checkpointer": 5, "commit": 37, "container": 1161, "errors": 30,
             "executor": 121, "files": 25, "native": 14, "planning": 48, "providers": 1029, "ranks": 11,
             "reading": 721, "restoring": 630, "saving": 5, "state": 7329, "storage": 109,
         },
         "load": {
-            "_base": 295, "_calls": 3, "api": 1, "commit": 48, "config": 8, "container": 656, "errors": 61,
+            "_base": 295, "api": 1, "commit": 48, "config": 8, "container": 656, "errors": 61,
             "executor": 13, "files": 35, "formats": 12, "native": 13, "planning": 48, "reading": 1290,
             "state": 2442, "storage": 177,
         },
