@@ -180,6 +180,20 @@ class ReadableTier:
             raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
         yield
 
+    def keep(self, find: Callable[[], Location | None], reader: contextlib.ExitStack) -> Location | None:
+        """Protect the checkpoint that ``find`` returns until ``reader`` closes.
+
+        If it is deleted before it can be kept, ``find`` is called again. Returns None if ``find`` does.
+        """
+        while (path := find()) is not None:
+            try:
+                reader.enter_context(self.protect(path))
+                break
+            except CheckpointNotFoundError:
+                if path == find():
+                    raise
+        return path
+
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
         """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
 

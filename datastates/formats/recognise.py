@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from datastates._base import log
-from datastates.commit import directories, health, manifest, newest, protection
+from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import (
@@ -163,11 +163,15 @@ def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Loca
         yield found, path
         return
     refuse_unknown(path)
+    place = newest.given(path)
     with contextlib.ExitStack() as reading:
-        try:
-            chosen = reading.enter_context(protection.kept(path, step))
-        except CheckpointNotFoundError as error:
-            raise _with_other(error, path) from None
+        chosen: Location | None = path
+        if not store_of(path).is_file(path):
+            try:
+                chosen = place.tier.keep(lambda: newest.find(place, step), reading)
+            except CheckpointNotFoundError as error:
+                raise _with_other(error, path) from None
+        assert chosen is not None
         yield own, chosen
 
 

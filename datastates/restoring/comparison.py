@@ -13,7 +13,7 @@ class Comparison:
     """The outcome that a restore would have, on this rank. Its text has a line for each key.
 
     Attributes:
-        path: The path of the checkpoint.
+        path: The path of the checkpoint; a string for an address in a store.
         step: The training step that would be restored.
         restored_keys: Full keys, in the live state, of the arrays and objects that would be restored, converted arrays
             among them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from datastates.commit import health, manifest, protection
+from datastates.commit import health, manifest
 from datastates.commit.tier import ReadableTier
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.meeting import Meeting
@@ -44,7 +44,7 @@ def open_together(
     """
 
     def pick() -> bytes:
-        if (path := protection.keep(tier, find, reading)) is None:
+        if (path := tier.keep(find, reading)) is None:
             return b""
         with advised(tier, path, request):
             return Head.of(path, manifest.open(path)).encode()
@@ -56,7 +56,7 @@ def open_together(
 
     def keep() -> None:
         if meeting.rank:
-            protection.keep(tier, lambda: stored.head.path, reading)
+            tier.keep(lambda: stored.head.path, reading)
 
     meeting.begin(keep)
     return stored

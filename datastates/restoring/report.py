@@ -14,7 +14,7 @@ class RestoreReport:
 
     Attributes:
         step: The training step that was restored; 0 if a checkpoint of another format does not say.
-        path: The path of the checkpoint.
+        path: The path of the checkpoint; a string for an address in a store.
         nbytes: Bytes that this rank wanted of the files.
         read_nbytes: Bytes that this rank read, for itself and for the other ranks of its host.
         seconds: Duration of the ``restore()`` call. It includes the wait for snapshots in flight and for other ranks.

@@ -23,7 +23,7 @@ class Restored:
 
     Attributes:
         step: The training step that was restored; 0 if a checkpoint of another format does not say.
-        path: The path of the checkpoint.
+        path: The path of the checkpoint; a string for an address in a store.
         missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. If the checkpoint did not
             have this rank, the rank keeps its per-rank state: the keys are listed but are no error.
         unexpected_keys: Keys, after ``rename``, that the checkpoint has and the live state of all ranks lacks.

@@ -8,16 +8,5 @@ from datastates.storage.location import Location
 from datastates.storage.objects import Entry, Store, Traits, Writer
 from datastates.storage.stores import folders_of, register, store_of
 
-__all__ = [
-    "Entry",
-    "FileWriter",
-    "Folders",
-    "Location",
-    "Lock",
-    "Store",
-    "Traits",
-    "Writer",
-    "folders_of",
-    "register",
-    "store_of",
-]
+__all__ = ["Entry", "FileWriter", "Folders", "Location", "Lock", "Store", "Traits", "Writer"]
+__all__ += ["folders_of", "register", "store_of"]

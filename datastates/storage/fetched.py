@@ -33,13 +33,9 @@ class Fetched:
             os.truncate(self._file.fileno(), max(ends, default=0))
         if not ends:
             return
-        with mmap.mmap(self._file.fileno(), 0) as memory, memoryview(memory) as view, contextlib.ExitStack() as views:
-            spans = []
-            for begin, end in _joined(begins, ends):
-                for at in range(begin, end, store.traits.best_piece):
-                    piece = view[at : min(end, at + store.traits.best_piece)]
-                    spans.append((at, views.enter_context(piece)))
-            store.read_into(source, spans)
+        memory, most = memoryview(mmap.mmap(self._file.fileno(), 0)), store.traits.best_piece
+        parts = [(at, min(end, at + most)) for begin, end in _joined(begins, ends) for at in range(begin, end, most)]
+        store.read_into(source, [(at, memory[at:end]) for at, end in parts])
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:

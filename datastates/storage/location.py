@@ -71,9 +71,7 @@ class Location:
         """The location of a name below this one. The name may have slashes in it."""
         if "/" in name or name in ("", ".") or self._text in ("/", "//", "."):
             return self._with(self._names / name)
-        made = object.__new__(Location)  # as it is for every file of every checkpoint in a directory
-        made._text, made.scheme = f"{self._text}/{name}", self.scheme
-        return made
+        return _made(f"{self._text}/{name}", self.scheme)
 
     @property
     def _names(self) -> PurePosixPath:
@@ -107,7 +105,10 @@ class Location:
     @property
     def parent(self) -> Location:
         """The folder that holds this path; a root is its own."""
-        return self._with(self._names.parent)
+        above = self._text.rpartition("/")[0]
+        if above in ("", ".") or above.endswith("/"):
+            return self._with(self._names.parent)
+        return _made(above, self.scheme)
 
     @property
     def parents(self) -> list[Location]:
@@ -152,6 +153,13 @@ class Location:
     def __hash__(self) -> int:
         """A hash, equal for equal paths."""
         return hash(self._text)
+
+
+def _made(text: str, scheme: str) -> Location:
+    """The location of a text that needs no check, as it is for every file of every checkpoint in a directory."""
+    made = object.__new__(Location)
+    made._text, made.scheme = text, scheme
+    return made
 
 
 def scheme_of(path: PathLike) -> str:

@@ -45,12 +45,10 @@ class Traits(NamedTuple):
 
     Attributes:
         has_files: Whether the native core can open its locations as paths of files.
-        creates_once: Whether :meth:`Store.create` replaces nothing. A store without that cannot decide who commits.
         best_piece: Bytes in one request that the store is fast with.
     """
 
     has_files: bool = False
-    creates_once: bool = True
     best_piece: int = 8 << 20
 
 

@@ -13,6 +13,7 @@ from command import run_json
 from memory_store import MemoryStore
 
 import datastates as ds
+from datastates._base.tasks import each
 from datastates.cli import commands
 from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
 from datastates.providers import HostTensorProvider, from_pytree
@@ -95,6 +96,32 @@ def test_a_file_of_another_format_is_read(store: MemoryStore, tmp_path: Path) ->
     store.create(Location("mem://bucket/model.safetensors"), (tmp_path / "model.safetensors").read_bytes())
     with ds.open("mem://bucket/model.safetensors") as opened:
         assert (opened["big"] == state(2)["big"]).all()
+
+
+def test_folders_of_other_formats_are_read(store: MemoryStore, tmp_path: Path) -> None:
+    ds.export(ROOT, tmp_path / "weights", shard_size="3MB")
+    for file in (tmp_path / "weights").iterdir():
+        store.create(Location("mem://bucket/weights") / file.name, file.read_bytes())
+    with ds.open("mem://bucket/weights") as opened:
+        assert len(list(tmp_path.glob("weights/*.safetensors"))) > 1
+        assert (opened["matrix"] == state(2)["matrix"]).all()
+
+
+def test_what_several_ranks_saved_is_read(store: MemoryStore, tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        providers = [HostTensorProvider("part", {f"of {rank}": np.full(100_000, rank)})]
+        ds.snapshot(providers, tmp_path / "both", rank=rank, world_size=2).wait_committed()
+
+    each(save, range(2), 2)
+    for file in (tmp_path / "both").iterdir():
+        store.create(Location("mem://bucket/both") / file.name, file.read_bytes())
+    assert store.exists(Location("mem://bucket/both/catalog.bin"))
+    with ds.open("mem://bucket/both") as opened:
+        assert [int(opened[f"part/of {rank}"][5]) for rank in range(2)] == [0, 1]
+    assert commands.main(["verify", "mem://bucket/both"]) == 0
+    live = HostTensorProvider("part", {f"of {rank}": np.zeros(100_000, int) for rank in range(2)})
+    ds.restore([live], "mem://bucket/both", verify="digest")
+    assert [int(live.tensors()[f"of {rank}"].sum()) for rank in range(2)] == [0, 100_000]
 
 
 def test_the_commands_read_it(store: MemoryStore, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
