@@ -42,7 +42,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         },
         "load": {
             "_base": 97, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
-            "executor": 13, "files": 35, "formats": 12, "native": 13, "planning": 48, "reading": 102, "state": 159,
+            "executor": 13, "files": 35, "formats": 16, "native": 13, "planning": 48, "reading": 102, "state": 159,
             "storage": 177,
         },
     },
@@ -59,7 +59,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         },
         "load": {
             "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
-            "executor": 13, "files": 38, "formats": 12, "native": 15, "planning": 49, "reading": 4897,
+            "executor": 13, "files": 38, "formats": 16, "native": 15, "planning": 49, "reading": 4897,
             "state": 7538, "storage": 185,
         },
     },
@@ -71,7 +71,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         },
         "load": {
             "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
-            "executor": 13, "files": 38, "formats": 12, "native": 15, "planning": 49, "reading": 4897,
+            "executor": 13, "files": 38, "formats": 16, "native": 15, "planning": 49, "reading": 4897,
             "state": 7538, "storage": 185,
         },
     },
@@ -88,7 +88,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         },
         "load": {
             "_base": 295, "api": 1, "commit": 48, "config": 8, "container": 656, "errors": 61,
-            "executor": 13, "files": 35, "formats": 12, "native": 13, "planning": 48, "reading": 1290,
+            "executor": 13, "files": 35, "formats": 16, "native": 13, "planning": 48, "reading": 1290,
             "state": 2442, "storage": 177,
         },
     },
