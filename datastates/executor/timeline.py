@@ -226,7 +226,7 @@ def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str,
 
 
 def _nested(spans: Sequence[Span]) -> list[Span]:
-    """The spans in the order of their begin, on so many tracks that those of one track follow or hold each other."""
+    """Sort spans by begin. A span that begins within another of its track and ends after it moves to ``TRACK (2)``."""
     ends: dict[str, list[float]] = {}  # of the spans of a track that are not over
     placed = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):

@@ -84,7 +84,7 @@ class Foreign:
         return next((row for _, row in self._parts([full])[full]), None)
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, list[tuple[ForeignFile, Row]]]]:
-        """For each full key, any row of its tensor, and all rows with elements of the tensor, each row with its file.
+        """Find the rows of whole tensors; see :meth:`datastates.reading.tensors.Tensors.whole`.
 
         Raises:
             KeyError: There is no tensor with one of the keys.

@@ -85,5 +85,5 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:
-    """Where each of some items of these lengths begins if they lie end to end, and then where the last one ends."""
+    """The begins of items that lie end to end, and the end of the last: ``_begins([3, 2]) == [0, 3, 5]``."""
     return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

@@ -21,8 +21,8 @@ class Wanted:
     """The wanted ranges of a file, ascending. All numbers count bytes.
 
     Attributes:
-        runs: The ranges. A range with gaps shares no byte of the file with others. Another range lies in its gaps only
-            if both belong to one comb; see :func:`_in_combs`.
+        runs: The ranges, some with gaps, as the columns of a matrix have. A range with gaps overlaps no other range.
+            In its gaps lie only ranges of the same comb, as the other columns; see :func:`_in_combs`.
         first, last: For each range, the number of the first chunk that it intersects, and one past the last.
         chunk_begin, chunk_end: File offsets of each chunk.
         union: All wanted bytes, each once.

@@ -199,9 +199,11 @@ class Tensors(Protocol):
         """A row with any part of the tensor with the full key; None if there is none."""
 
     def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[FoundRow]]]:
-        """For each full key, any row of its tensor, and all rows that hold elements of the tensor, each with its file.
+        """Find the rows of whole tensors.
 
-        No row holds elements of a tensor that has none.
+        Returns:
+            Two entries for each key. The first is a row that tells the tensor's type and shape. The second has the rows
+            with its elements, each with the row's file; it is empty for a tensor without elements.
 
         Raises:
             KeyError: There is no tensor with one of the keys.

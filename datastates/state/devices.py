@@ -110,9 +110,9 @@ def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def side_streams(devices: set[Any]) -> list[Any]:
-    """For each accelerator among these ``torch.device``, a stream that waits for the work on its current stream so far.
+    """Make a stream for each accelerator among some ``torch.device``, and for torch's current device if CUDA is in use.
 
-    torch's current device, if CUDA is in use, always gets one.
+    A stream waits for the work that its device's current stream has so far.
     """
     torch: Any = loaded("torch")
     made = []

@@ -27,7 +27,7 @@ class Taking:
         copied: The stored key of each live tensor that is read in place, by its name.
         new: New memory for the arrays that are given to ``load_state_dict``, by key.
         sharded: The live ShardedTensors, which are read in place and given to ``load_state_dict``, by key.
-        added: For each name that is given although this rank's stored state lacks it, its key in another rank's.
+        added: Names that only another rank saved, each with its key there.
         prefixes: The prefixes that the module's wrappers put in front of names.
         prefix: The part of the prefixes that the stored names begin with.
         missing, unexpected, mismatched: As :meth:`~datastates.state.provider.Saved.report` takes them.
