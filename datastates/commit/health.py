@@ -58,16 +58,11 @@ def advice(tier: ReadableTier, path: Location, how: str | None) -> Iterator[None
 def older(tier: ReadableTier, path: Location, how: str) -> str:
     """Name the newest checkpoint before ``path`` that looks whole, and how to take it; empty if none can be found."""
     with contextlib.suppress(DatastatesError):  # the damage is to be reported even so
-        return _older(tier, path, how)
-    return ""
-
-
-def _older(tier: ReadableTier, path: Location, how: str) -> str:
-    every = list(newest.by_age(tier).items())
-    before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
-    for step, other in reversed(before):
-        if problem(other) is None:
-            return f"the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
+        every = list(newest.by_age(tier).items())
+        before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
+        for step, other in reversed(before):
+            if problem(other) is None:
+                return f"the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
     return ""
 
 
