@@ -134,7 +134,7 @@ python-test-long: .venv/installed ## The long Python tests: frameworks that trai
 	$(PYTEST) -m 'long and not by_hand'
 
 # The core's tests; planning is left out, as it is pure. The header of the output says what needs a framework.
-NUMPY_TESTS := $(addprefix tests/,base storage state container commit executor ranks saving reading restoring api cli exporting golden demo \
+NUMPY_TESTS := $(addprefix tests/,base storage state container commit executor ranks saving schedule reading restoring api cli exporting golden demo \
     hostile/test_trust.py crash/test_lifecycle.py distributed/test_together.py)
 
 .PHONY: python-test-numpy

@@ -39,15 +39,15 @@ from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving import same_place
 from datastates.saving.call_back import call_back
-from datastates.saving.costs import Costs
 from datastates.saving.course import Course, wait_ended
-from datastates.saving.due import Due
 from datastates.saving.engine import Engine
-from datastates.saving.last_snapshot import LastSnapshot
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, course_of
 from datastates.saving.taken import Taken
-from datastates.saving.termination import Termination
+from datastates.schedule.costs import Costs
+from datastates.schedule.due import Due
+from datastates.schedule.last_snapshot import LastSnapshot
+from datastates.schedule.termination import Termination
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike

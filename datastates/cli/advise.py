@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from datastates.cli.output import WrongCallError, print_json, say
 from datastates.config import Duration
 from datastates.executor.timeline import read_trace
-from datastates.saving.advice import advice
+from datastates.schedule.advice import advice
 
 WHAT = "say what a trace implies: how often to save, how large a cache, and whether storage is the limit"
 

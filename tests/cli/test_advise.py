@@ -19,8 +19,8 @@ from datastates.executor import jobs
 from datastates.executor.timeline import SNAPSHOTS, STEP, TRAINING_THREAD, Span, coarse, read_trace, write_trace
 from datastates.providers import HostTensorProvider
 from datastates.saving import running
-from datastates.saving.advice import advice
-from datastates.saving.cadence import best_interval
+from datastates.schedule.advice import advice
+from datastates.schedule.cadence import best_interval
 
 GB = 10**9
 

@@ -14,8 +14,8 @@ from datastates import api
 from datastates.config import Settings
 from datastates.errors import CommitError
 from datastates.providers import HostTensorProvider
-from datastates.saving.due import Due
-from datastates.saving.last_snapshot import LastSnapshot
+from datastates.schedule.due import Due
+from datastates.schedule.last_snapshot import LastSnapshot
 from datastates.storage.location import Location
 
 AUTO: dict[str, Any] = {"every": "auto", "mtbf": "1h"}

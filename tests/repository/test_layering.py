@@ -26,6 +26,7 @@ ORDER = [
     {"reading"},  # no providers, no agreements
     {"saving", "restoring"},
     {"formats"},
+    {"schedule"},  # when to save
     {"exporting"},
     {"api", "checkpointer"},
     {"protocol", "cli"},

@@ -33,7 +33,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "snapshot": {
             "_base": 12, "checkpointer": 3, "commit": 5, "executor": 3, "native": 2,
             "others calls": 794, "others files": 70, "others native": 43, "providers": 16, "ranks": 4,
-            "saving": 49, "state": 25, "storage": 2,
+            "saving": 47, "schedule": 2, "state": 25, "storage": 2,
         },
         "restore": {
             "_base": 109, "checkpointer": 5, "commit": 37, "container": 153, "errors": 30,
@@ -50,7 +50,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "snapshot": {
             "_base": 13, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
             "others calls": 8502, "others files": 70, "others native": 44, "providers": 31, "ranks": 4,
-            "saving": 54, "state": 43, "storage": 2,
+            "saving": 52, "schedule": 2, "state": 43, "storage": 2,
         },
         "restore": {
             "_base": 1905, "checkpointer": 5, "commit": 37, "container": 592, "errors": 36,
@@ -67,7 +67,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "snapshot": {
             "_base": 14, "checkpointer": 3, "commit": 5, "executor": 3, "native": 4,
             "others calls": 8502, "others files": 70, "others native": 44, "providers": 32, "ranks": 4,
-            "saving": 54, "state": 46, "storage": 2,
+            "saving": 52, "schedule": 2, "state": 46, "storage": 2,
         },
         "load": {
             "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
@@ -79,7 +79,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "snapshot": {
             "_base": 1424, "checkpointer": 3, "commit": 5, "executor": 4, "native": 5,
             "others calls": 3092, "others files": 70, "others native": 43, "providers": 1030, "ranks": 4,
-            "saving": 761, "state": 6437, "storage": 2,
+            "saving": 759, "schedule": 2, "state": 6437, "storage": 2,
         },
         "restore": {
             "_base": 1216, "checkpointer": 5, "commit": 37, "container": 1161, "errors": 30,

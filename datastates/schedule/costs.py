@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from datastates.saving.cadence import best_interval
 from datastates.saving.course import Course
+from datastates.schedule.cadence import best_interval
 
 _LAST = 5
 """Number of snapshots that estimates are made from."""

@@ -12,10 +12,10 @@ from datastates.config import Settings
 from datastates.errors import SettingsError
 from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.ranks.world import SoloWorld
-from datastates.saving.cadence import best_interval, steps_to_wait
-from datastates.saving.costs import Costs
 from datastates.saving.course import Course
-from datastates.saving.due import Due
+from datastates.schedule.cadence import best_interval, steps_to_wait
+from datastates.schedule.costs import Costs
+from datastates.schedule.due import Due
 
 HOUR = 3600.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datastates.config import Settings
 from datastates.errors import CommitError, SettingsError
 from datastates.ranks.world import World
-from datastates.saving.cadence import steps_to_wait
+from datastates.schedule.cadence import steps_to_wait
 
 
 class Due:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from datastates.executor.timeline import GPU_COPIES, SNAPSHOTS, Span, Stage, stages
-from datastates.saving.cadence import best_interval
+from datastates.schedule.cadence import best_interval
 
 _SHORT = 0.001
 """Seconds for each snapshot that are not worth a setting."""
