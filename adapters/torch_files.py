@@ -20,7 +20,7 @@ from datastates._base.tasks import Task
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work, Workers
 from datastates.adapters import looks
-from datastates.adapters.guarded import Lazy
+from datastates.adapters.shared.guarded import Lazy
 from datastates.commit.pending import Pending
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError

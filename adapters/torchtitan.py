@@ -27,7 +27,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import derive, override
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot, course_of
 
 

@@ -20,11 +20,11 @@ from transformers.integrations import integration_utils
 from typing_extensions import Unpack
 
 from datastates._base import log
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.guarded import guarded_of, is_optimizer_state
-from datastates.adapters.stand_ins import Function, instead_of, standing_in
+from datastates.adapters.shared.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.shared.guarded import guarded_of, is_optimizer_state
+from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.adapters.torch_files import wait_for_all
-from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
 
@@ -45,7 +45,7 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
 
     Args:
         trainer: A ``transformers.Trainer``, before ``train()``. On several ranks, all must attach.
-        **options: Fields of :class:`~datastates.adapters.folders.FolderSettings`.
+        **options: Fields of :class:`~datastates.adapters.shared.folders.FolderSettings`.
 
     Returns:
         The checkpoints that the Trainer begins, with their snapshots.

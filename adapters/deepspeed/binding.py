@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datastates.adapters import looks, small_files
+from datastates.adapters import looks
 from datastates.adapters.deepspeed import engines
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared import small_files
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.errors import SettingsError
 
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"

@@ -14,11 +14,11 @@ import torch
 
 from datastates._base import log
 from datastates._base.workers import Workers
-from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.save import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.guarded import Lazy, unguarded_storages
+from datastates.adapters.shared import torch_loads
+from datastates.adapters.shared.guarded import Lazy, unguarded_storages
 from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
 from datastates.formats import own

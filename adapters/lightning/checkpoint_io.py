@@ -13,16 +13,17 @@ from typing_extensions import Unpack
 
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
-from datastates.adapters import looks, torch_loads
-from datastates.adapters.guarded import Lazy, unguarded_storages
+from datastates.adapters import looks
 from datastates.adapters.lightning import asking
+from datastates.adapters.shared import torch_loads
+from datastates.adapters.shared.guarded import Lazy, unguarded_storages
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.adapters.torch_files import (
     FileOptions,
     FileSettings,
     TorchFiles,
     wait_for_all,
 )
-from datastates.adapters.tried import warn_of_untried
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
 from datastates.reading.reads import Tally

@@ -25,7 +25,7 @@ from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location
 

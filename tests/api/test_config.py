@@ -10,7 +10,7 @@ import pytest
 
 import datastates as ds
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.adapters.folders import FolderOptions, FolderSettings
+from datastates.adapters.shared.folders import FolderOptions, FolderSettings
 from datastates.adapters.torch_files import FileOptions, FileSettings
 from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError, StorageError

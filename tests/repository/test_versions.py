@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from datastates.adapters import tried
+from datastates.adapters.shared import tried
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.compile(r"""^ *"?([A-Za-z0-9_-]+)==([0-9.]+)""", re.MULTILINE)

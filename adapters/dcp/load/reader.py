@@ -21,7 +21,7 @@ from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, Place, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError

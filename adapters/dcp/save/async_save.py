@@ -25,7 +25,7 @@ from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.staging import Lazy, Staged
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
-from datastates.adapters.guarded import guarded_of
+from datastates.adapters.shared.guarded import guarded_of
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
 from datastates.ranks.board_world import text_of

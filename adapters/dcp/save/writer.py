@@ -24,7 +24,7 @@ from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.one_rank import warn_of_plain_tensors
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large, nothing
-from datastates.adapters.tried import warn_of_untried
+from datastates.adapters.shared.tried import warn_of_untried
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError, storage_errors

@@ -16,8 +16,8 @@ def test_a_sharded_parameter_that_fsdp1_ignores_is_saved_as_of_the_call(train: A
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
-from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.folders import FolderSettings
+from datastates.adapters.shared.sharded_folders import ShardedFolders
+from datastates.adapters.shared.folders import FolderSettings
 from hold import GATE, held
 
 class Mixed(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from datastates.adapters import torch_loads
+from datastates.adapters.shared import torch_loads
 from datastates.config import IoSettings
 from datastates.errors import CorruptError
 

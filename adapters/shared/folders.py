@@ -15,10 +15,11 @@ from pydantic import Field
 
 from datastates._base import log
 from datastates._base.workers import Work
-from datastates.adapters import looks, naming, small_files
-from datastates.adapters.guarded import Lazy
-from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.stand_ins import Function, instead_of, standing_in
+from datastates.adapters import looks
+from datastates.adapters.shared import naming, small_files
+from datastates.adapters.shared.guarded import Lazy
+from datastates.adapters.shared.sharded_folders import ShardedFolders
+from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, wait_for_all
 from datastates.commit.names import hidden
 from datastates.commit.pending import Pending

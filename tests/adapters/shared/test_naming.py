@@ -16,7 +16,7 @@ from datastates.errors import CommitError, StorageError
 from datastates.storage import Location
 from datastates.storage.local import LocalStore
 
-naming = pytest.importorskip("datastates.adapters.naming")
+naming = pytest.importorskip("datastates.adapters.shared.naming")
 
 
 def folder(root: Path, **texts: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from datastates.adapters.stand_ins import Function, standing_in
+from datastates.adapters.shared.stand_ins import Function, standing_in
 from datastates.errors import StorageError, storage_errors
 
 _OF_RUST = re.compile(r"\(os error ([0-9]+)\)$")

@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from datastates.adapters import tried
+from datastates.adapters.shared import tried
 
 
 @pytest.mark.parametrize(

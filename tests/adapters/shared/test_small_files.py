@@ -12,7 +12,7 @@ import pytest
 from datastates.errors import StorageError
 
 torch = pytest.importorskip("torch")
-small_files = pytest.importorskip("datastates.adapters.small_files")
+small_files = pytest.importorskip("datastates.adapters.shared.small_files")
 
 FULL = Path("/dev/full")
 

@@ -16,8 +16,8 @@ from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import session_of
 from datastates.adapters.dcp.save.staging import is_large
 from datastates.adapters.dcp.save.writer import WriterSettings
-from datastates.adapters.guarded import guarded_of
-from datastates.adapters.stand_ins import Function, having, standing_in
+from datastates.adapters.shared.guarded import guarded_of
+from datastates.adapters.shared.stand_ins import Function, having, standing_in
 from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.state import dtensors

@@ -1,0 +1,1 @@
+"""What several adapters share: folders of files, stand-ins for functions of frameworks, and the ways to load."""
