@@ -28,12 +28,11 @@ from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
-from datastates.saving.course import Course
 from datastates.saving.engine import Engine
 from datastates.saving.frame import Framing
 from datastates.saving.safetensors_frame import SafetensorsFraming
 from datastates.saving.saver import Saver
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, wait_ended
 from datastates.state import arrays, keys
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
@@ -203,7 +202,7 @@ class TorchFiles:
     def then(
         self,
         name: str,
-        courses: Sequence[Course] | None,
+        snapshots: Sequence[Snapshot] | None,
         act: Callable[[BaseException | None], None],
         *,
         final: Path | None = None,
@@ -216,8 +215,8 @@ class TorchFiles:
 
         Args:
             name: The name of this work in the log.
-            courses: The courses of this rank's files of the checkpoint. None: ``act`` ends no checkpoint. Its failure
-                is logged. If nothing is under way, it runs at once instead, and its failure is raised, too.
+            snapshots: Those of this rank's files of the checkpoint. None: ``act`` ends no checkpoint. Its failure is
+                logged. If nothing is under way, it runs at once instead, and its failure is raised, too.
             act: Called with the error of a file, or None; it must raise that error. Its error is a failure of the
                 checkpoint, which :meth:`begin` or :meth:`close` raises later.
             final: The file or folder that ``act`` names or removes. Code that looks at it waits until ``act`` has run.
@@ -228,13 +227,12 @@ class TorchFiles:
         shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older, room)
 
         def end() -> None:
-            is_save = courses is not None
+            is_save = snapshots is not None
             try:
                 with looks.unwatched():
-                    for course in courses or ():
-                        course.wait_ended()
+                    wait_ended(snapshots or ())
                     self.last_failed |= is_save
-                    act(next(filter(None, [course.deliver() for course in courses or ()]), None))
+                    act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
                 if is_save:
                     self.last_failed = False
             except BaseException as error:
@@ -248,13 +246,13 @@ class TorchFiles:
                 if failures:  # after that: who looks may hold the lock of a handler
                     log.warning("%s has failed: %s", name, failures[0])
 
-        if self._engine is None and courses is None:  # nothing is under way
+        if self._engine is None and snapshots is None:  # nothing is under way
             end()
             return
         self._start()
         task = Task(end)
         try:
-            if courses is not None:
+            if snapshots is not None:
                 self._saves.append(task)
             if shown is not None:
                 looks.begin(shown)
@@ -283,19 +281,19 @@ class TorchFiles:
         ended.wait()
         return failures[0] if failures and self.settings.on_error == "raise" else None
 
-    def under_way(self, folder: os.PathLike[str]) -> list[Course]:
-        """The courses of the files that are being written into a folder."""
+    def under_way(self, folder: os.PathLike[str]) -> list[Snapshot]:
+        """The snapshots of the files that are being written into a folder."""
         in_flight = self._engine.pending() if self._engine is not None else []
-        return [course for course in in_flight if Location(folder) in course.path.parents]
+        return [snapshot for snapshot in in_flight if Path(folder) in snapshot.path.parents]
 
     def give_up(self, pending: Pending) -> None:
         """Abandon a folder, if need be in the background, once the files that are being written into it have ended."""
         written = self.under_way(pending.directory)
 
         def abandon() -> None:
-            for course in written:
-                course.wait_ended()
-                course.deliver()  # nobody waits for the file any more
+            wait_ended(written)
+            for snapshot in written:
+                snapshot.exception()  # nobody waits for the file any more
             pending.abandon()
 
         if written:

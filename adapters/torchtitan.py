@@ -28,7 +28,7 @@ from torchtitan.config.override import derive, override
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, wait_free
 
 
 class DataStatesCheckpointManager(BaseCheckpointManager):
@@ -114,7 +114,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
     def _maybe_wait_for_staging(self) -> None:
         # torch's optimizers wait for the capture by themselves; a failure is told where the save is waited for
         if self.save_future is not None:
-            course_of(self.save_future).wait_free()
+            wait_free(self.save_future)
 
     def _wait_for_saving(self) -> None:
         saved, self.save_future = self.save_future, None

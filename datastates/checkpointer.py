@@ -39,10 +39,9 @@ from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving import same_place
 from datastates.saving.call_back import call_back
-from datastates.saving.course import Course, wait_ended
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
 from datastates.saving.taken import Taken
 from datastates.schedule.costs import Costs
 from datastates.schedule.due import Due
@@ -161,7 +160,7 @@ class Checkpointer:
         """
         self._raise_if_closed()
         number = self._snapshots
-        before: list[Course] = []
+        before: list[Snapshot] = []
         sequence = partial(self._order.sequence, number, partial(wait_ended, before))
         name, opening = f"{self._name}/snapshot/{number}", self._opening
         run = self._run
@@ -181,7 +180,7 @@ class Checkpointer:
             if self._termination is not None:
                 self._termination.watch()
             if self._engine.world.size > 1:  # these end first, so that this one supersedes them
-                before += [c for c in self._taken.courses if c.step == step]
+                before += [one for one in self._taken.snapshots if one.step == step]
             collected = self._engine.collect(providers)
             expected = self._root / step_name(step)
             final = partial(self._tier.target, step, in_flight=False)
@@ -191,8 +190,8 @@ class Checkpointer:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
                 self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
-        self._taken.courses.append(course_of(taken))
-        self._costs.note(course_of(taken))
+        self._taken.snapshots.append(taken)
+        self._costs.note(taken)
         self._last.settle()
         return taken
 
@@ -249,8 +248,8 @@ class Checkpointer:
         Returns:
             A context manager that does nothing.
         """
-        for course in self._engine.pending():
-            course.pass_gate()
+        for snapshot in self._engine.pending():
+            pass_gate(snapshot)
         return contextlib.nullcontext()
 
     def _wait_for_room(self) -> None:
@@ -342,7 +341,7 @@ class Checkpointer:
         Raises:
             OSError: ``path`` cannot be written.
         """
-        self._trace.write(path, f"datastates, {self._root}", self._taken.courses)
+        self._trace.write(path, f"datastates, {self._root}", self._taken.snapshots)
 
     # --- ending
 

@@ -24,7 +24,7 @@ from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAba
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
-from datastates.saving.snapshot import course_of
+from datastates.saving.snapshot import wait_free
 from datastates.storage import location
 from datastates.storage.location import Location
 
@@ -284,7 +284,7 @@ class CheckpointEngine:
         """Wait until nothing reads the memory of the training state any more. Raises no failures."""
         for save in list(self.saves):
             for snapshot in save.snapshots.values():
-                course_of(snapshot).wait_free()
+                wait_free(snapshot)
 
     # --- loading
 

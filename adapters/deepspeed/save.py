@@ -18,7 +18,7 @@ from datastates.commit.pending import Pending, publish_files
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, wait_ended
 from datastates.storage import Location, folders_of
 
 
@@ -189,9 +189,8 @@ class Save:
 
     def _finish(self, given_up: BaseException | None) -> None:
         errors = [given_up]
-        for file in self._files:
-            course_of(file.snapshot).wait_ended()
-            errors.append(file.snapshot.exception())
+        wait_ended(self.snapshots.values())
+        errors += [snapshot.exception() for snapshot in self.snapshots.values()]
         replaced: list[_File] = []
         errors.append(self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists())))
         folders = {file.final.parent for file in self._files}

@@ -29,7 +29,7 @@ from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.errors import StorageError
 from datastates.formats import own
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, has_ended
 from datastates.state import arrays, storages
 from datastates.storage import folders_of, location
 from datastates.storage.location import Location
@@ -166,8 +166,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         try:
             pending.begin()
             snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy or _guarded())
-            self.snapshots = {p: s for p, s in self.snapshots.items() if not course_of(s).ended} | {final: snapshot}
-            self.files.then(_called(final), [course_of(snapshot)], name, final=final)
+            self.snapshots = {p: s for p, s in self.snapshots.items() if not has_ended(s)} | {final: snapshot}
+            self.files.then(_called(final), [snapshot], name, final=final)
         except BaseException:
             if ending.take() is not None:
                 self.files.give_up(pending)

@@ -13,7 +13,7 @@ from typing import Any
 
 from datastates._base import log
 from datastates._base.workers import start
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, wait_ended
 from datastates.storage.local import opened
 
 
@@ -43,7 +43,7 @@ def token(snapshot: Snapshot) -> str:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def free() -> None:
-        course_of(snapshot).wait_ended()
+        wait_ended([snapshot])
         with contextlib.suppress(OSError):
             Path(name).unlink()
         with contextlib.suppress(OSError):

@@ -113,7 +113,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         session = session_of(self._writer)
         turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)
-        stage = partial(Staged, lazy=self._lazy, step=int(found[1]) if found else 0, grace=float("inf"))
+        stage = partial(Staged, lazy=self._lazy, step=int(found[1]) if found else 0, path=directory, grace=float("inf"))
         planner: SavePlanner
         try:
             planner = MCoreSavePlanner(

@@ -26,7 +26,7 @@ from datastates.commit.pending import Pending
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, has_ended
 from datastates.storage import Location
 
 
@@ -148,7 +148,7 @@ class FolderCheckpoints:
         what = f"the checkpoint {final}"
         failed = list[OSError]() if self.files.settings.on_error == "warn" else None
         self._under_way.add(final)
-        in_flight = {p: s for p, s in self.snapshots.items() if not all(course_of(x).ended for x in s)}
+        in_flight = {p: s for p, s in self.snapshots.items() if not all(map(has_ended, s))}
         self.snapshots = in_flight | {final: snapshots}
         try:
             with looks.unwatched(), small_files.collected(final, failed):
@@ -165,14 +165,12 @@ class FolderCheckpoints:
             if failed:
                 raise failed[0]
             older = None if retain is None else naming.numbered(target.name)
-            self.files.then(
-                what, list(map(course_of, snapshots)), end_unless_interrupted, final=target, older=older, room=room
-            )
+            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older, room=room)
         except BaseException as error:  # the other ranks must not wait for this one
             if ending.take() is not None:
                 # an interrupt must not be raised again later
                 spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
-                self.files.then(what, [*map(course_of, snapshots), *self.files.under_way(staged.parent)], end)
+                self.files.then(what, [*snapshots, *self.files.under_way(staged.parent)], end)
             if not failed or error is not failed[0]:
                 raise
         if needed is not None:

@@ -23,11 +23,19 @@ from datastates.ranks.world import SoloWorld, World, refuse_outdated
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
-from datastates.saving.course import Course
 from datastates.saving.dry_run import describe
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import (
+    Snapshot,
+    abandon,
+    called,
+    error_of,
+    fail,
+    has_ended,
+    pass_gate,
+    wait_ended,
+)
 from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
@@ -80,12 +88,12 @@ class Engine:
         self._telling = Telling(self._ended)
         self._closer: Workers | None = None
         # each change is one operation, which needs no lock: an interrupt could leave a lock taken
-        self._in_flight: list[Course] = []
+        self._in_flight: list[Snapshot] = []
         self._has_committed = False
 
     def _after_fork(self) -> None:
-        for course in self._in_flight:
-            course.abandon()
+        for snapshot in self._in_flight:
+            abandon(snapshot)
         self._start()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
@@ -148,10 +156,8 @@ class Engine:
                 "jax.distributed is not, or no longer, initialized. Save before it is shut down, or give rank and "
                 "world_size"
             )
-        course = Course(ballot.step, collected.structure.nbytes, begin)
-        course.path = expected
-        ending = CheckpointEnding(expected, ballot, target, retain)
-        return self._take(self._saver, collected, course, ending, ballot)
+        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin, expected)
+        return self._take(self._saver, collected, snapshot, CheckpointEnding(expected, ballot, target, retain), ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Location, *, attempt: str, begin: float
@@ -166,28 +172,26 @@ class Engine:
             begin: When the user's call began, on the monotonic clock.
         """
         collected = saver.collect(providers)
-        course = Course(0, collected.structure.nbytes, begin)
-        course.path = path
+        snapshot = Snapshot(0, collected.structure.nbytes, begin, path)
         ending = FileEnding(path, identity_alone(attempt))
-        return self._take(saver, collected, course, ending, ending)
+        return self._take(saver, collected, snapshot, ending, ending)
 
     def _take(
         self,
         saver: Saver,
         collected: Collected,
-        course: Course,
+        snapshot: Snapshot,
         ending: Ending,
         whom: Ballot | Ending,
     ) -> Snapshot:
-        snapshot = Snapshot(course)
         try:
-            running = saver.prepare(collected, course, ending)
-            work = Work(partial(self._finish, snapshot, running))
+            running = saver.prepare(collected, snapshot, ending)
+            work = Work(partial(self._finish, running))
             try:
                 running.begin()
-                self._in_flight.append(course)  # before a fork or a signal can find the snapshot at the gate
+                self._in_flight.append(snapshot)  # before a fork or a signal can find the snapshot at the gate
                 self._telling.expect(snapshot)
-                gate.guard(course, automatic=self._auto_gate)
+                gate.guard(snapshot, automatic=self._auto_gate)
                 self._pool.put(work)
             except BaseException as error:
                 if work.take() is not None:  # no thread will do the work: nobody must wait for the snapshot
@@ -195,64 +199,62 @@ class Engine:
                         running.cancel(error)
                     finally:
                         self._telling.withdraw(snapshot)
-                        self._forget(course)
+                        self._forget(snapshot)
                 raise
         except (StorageError, DeviceError, FencedError) as error:
-            course.fail(error)
+            fail(snapshot, error)
             self.decline(whom, error)
             self._telling.expect(snapshot)
             self._tell(snapshot)
         except BaseException:
-            course.deliver()  # it is raised here
+            snapshot.exception()  # it is raised here
             raise
         if self._auto_gate and gate.is_in_step():
-            course.pass_gate()
-        course.called()
+            pass_gate(snapshot)
+        called(snapshot)
         return snapshot
 
-    def _finish(self, snapshot: Snapshot, running: Running) -> None:
+    def _finish(self, running: Running) -> None:
         try:
             failure = running.run()
         except BaseException as error:  # of what it does once it has failed
-            running.course.fail(error)
+            fail(running.snapshot, error)
             failure = error
-        self._forget(running.course)
+        self._forget(running.snapshot)
         if failure is not None:
             self.decline(running.ending, failure)
-        self._tell(snapshot)
+        self._tell(running.snapshot)
 
     def take_later(
-        self, course: Course, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
-    ) -> Snapshot:
-        """Return a snapshot that a thread of the engine begins and finishes.
+        self, snapshot: Snapshot, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
+    ) -> None:
+        """Let a thread of the engine begin and finish a snapshot.
 
         Args:
-            course: The course of the snapshot.
+            snapshot: The snapshot.
             begin: Begins the snapshot, on the thread. If it raises, the snapshot fails.
             give_up: Called with the error if this method raises and no thread has taken the snapshot.
         """
-        snapshot = Snapshot(course)
-        work = Work(partial(self._begin_and_finish, snapshot, course, begin))
+        work = Work(partial(self._begin_and_finish, snapshot, begin))
         try:
-            self._in_flight.append(course)
+            self._in_flight.append(snapshot)
             self._pool.put(work)
         except BaseException as error:
             if work.take() is not None:
-                course.fail(error)
-                course.deliver()  # it is raised here
-                self._forget(course)
+                fail(snapshot, error)
+                snapshot.exception()  # it is raised here
+                self._forget(snapshot)
                 give_up(error)
             raise
-        return snapshot
 
-    def _begin_and_finish(self, snapshot: Snapshot, course: Course, begin: Callable[[], Running]) -> None:
+    def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
         try:
             running = begin()
         except BaseException as error:  # the snapshot passes it to whoever waits
-            course.fail(error)
-            self._forget(course)
+            fail(snapshot, error)
+            self._forget(snapshot)
             return
-        self._finish(snapshot, running)
+        self._finish(running)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in the checkpoint of ``whom``."""
@@ -266,28 +268,28 @@ class Engine:
     def _log_and_tell(self, snapshot: Snapshot) -> None:
         if snapshot.committed and log.shows_info():
             log.info("%s", snapshot.report)
-        elif isinstance(error := course_of(snapshot).error, CommitError) and not self._has_committed:
+        elif isinstance(error := error_of(snapshot), CommitError) and not self._has_committed:
             # later ones will probably fail in the same way, and nobody may ask for a long time
             log.error("snapshot %d failed, and none was committed before: %s", snapshot.step, error)
         self._has_committed |= snapshot.committed
         self._telling.tell()
 
-    def _forget(self, course: Course) -> None:
+    def _forget(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it
-            self._in_flight.remove(course)
+            self._in_flight.remove(snapshot)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
         """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
         self._aside.do(partial(work, *arguments))
 
-    def pending(self) -> list[Course]:
-        """The courses of the snapshots in flight."""
-        return [c for c in self._in_flight.copy() if not c.ended]
+    def pending(self) -> list[Snapshot]:
+        """The snapshots in flight."""
+        return [snapshot for snapshot in self._in_flight.copy() if not has_ended(snapshot)]
 
     def wait(self, fewer_than: int = 1) -> None:
         """Wait until fewer than ``fewer_than`` snapshots are in flight; by default until none is."""
         while len(pending := self.pending()) >= fewer_than:
-            pending[0].wait_ended()
+            wait_ended(pending[:1])
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""

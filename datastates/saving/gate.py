@@ -12,14 +12,14 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.executor.timeline import STEP, TRAINING_THREAD, Span
-from datastates.saving.course import Course
+from datastates.saving.snapshot import Snapshot, is_free, pass_gate
 
 MOST_STEPS = 16_384
 """Number of optimizer steps whose times are kept."""
 
 
-class _Guarded(weakref.ref[Course]):
-    """A weak reference to the course of a snapshot, with whether optimizers wait for it."""
+class _Guarded(weakref.ref[Snapshot]):
+    """A weak reference to a snapshot, with whether optimizers wait for it."""
 
     automatic: bool
 
@@ -31,10 +31,10 @@ _stepped: deque[float] = deque(maxlen=MOST_STEPS)
 """When the last optimizer steps began, on the monotonic clock."""
 
 
-def guard(course: Course, *, automatic: bool) -> None:
+def guard(snapshot: Snapshot, *, automatic: bool) -> None:
     """Track a snapshot until it is captured. If ``automatic``, every optimizer step waits until then. Thread-safe."""
     global _hook
-    guarded = _Guarded(course, _pending.discard)
+    guarded = _Guarded(snapshot, _pending.discard)
     guarded.automatic = automatic
     _pending.add(guarded)
     if automatic and _hook is None and loaded("torch") is not None:
@@ -51,11 +51,11 @@ def pass_all(*, automatic_only: bool = False) -> None:
     ``automatic_only``: wait only for the snapshots that were guarded with ``automatic=True``.
     """
     for guarded in list(_pending):
-        course = guarded()
-        if course is None or (automatic_only and not guarded.automatic):
+        snapshot = guarded()
+        if snapshot is None or (automatic_only and not guarded.automatic):
             continue
-        course.pass_gate()
-        if course.is_free:
+        pass_gate(snapshot)
+        if is_free(snapshot):
             _pending.discard(guarded)
 
 

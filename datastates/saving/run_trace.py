@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import SNAPSHOTS, Span, coarse, write_trace
 from datastates.saving import gate
-from datastates.saving.course import Course
+from datastates.saving.snapshot import Snapshot, error_of, has_ended, kept, spans_of
 
 MOST = 65_536
 """Most spans that are kept: some 10 MB, and more than a thousand snapshots."""
@@ -50,16 +50,16 @@ class RunTrace:
     def __init__(self) -> None:
         """Begin now, without spans."""
         self._begin = time.monotonic()
-        self._ended: deque[Course] = deque()
+        self._ended: deque[Snapshot] = deque()
         self._kept: deque[_Kept] = deque()
         self._count = 0
         self._forgotten = 0
 
-    def add_snapshot(self, course: Course) -> None:
+    def add_snapshot(self, snapshot: Snapshot) -> None:
         """Keep the work of a snapshot that has ended, once the engine's thread has made it coarse."""
-        self._ended.append(course)
-        while self._ended and (kept := self._ended[0].kept()) is not None:
-            self._add(_name(self._ended.popleft()), SNAPSHOTS, *kept)
+        self._ended.append(snapshot)
+        while self._ended and (work := kept(self._ended[0])) is not None:
+            self._add(_name(self._ended.popleft()), SNAPSHOTS, *work)
 
     def add_restore(self, step: int, spans: Sequence[Span]) -> None:
         """Keep the work of a restore of ``step``."""
@@ -67,15 +67,14 @@ class RunTrace:
         self._add(name, track, coarse(spans, name, track)[1:], NOTHING)
 
     def _add(self, name: str, track: str, own: Sequence[Span], work: Recorded) -> None:
-        kept = _Kept(name, track, own, work, 1 + len(own) + len(work))
-        self._kept.append(kept)
-        self._count += kept.count
+        self._kept.append(_Kept(name, track, own, work, 1 + len(own) + len(work)))
+        self._count += self._kept[-1].count
         while self._count - self._kept[0].count >= MOST:
             oldest = self._kept.popleft().count
             self._count -= oldest
             self._forgotten += oldest
 
-    def write(self, path: str | os.PathLike[str], name: str, others: Sequence[Course]) -> None:
+    def write(self, path: str | os.PathLike[str], name: str, others: Sequence[Snapshot]) -> None:
         """Write the trace; raises OSError.
 
         Args:
@@ -83,13 +82,13 @@ class RunTrace:
             name: Name of the run. The trace says after it how many spans were forgotten, if any.
             others: Further snapshots, which may be in flight.
         """
-        known = [span for kept in self._kept for span in kept.spans()]
+        known = [span for one in self._kept for span in one.spans()]
         forgotten = self._forgotten + max(0, len(known) - MOST)
-        in_flight = (coarse(course.spans(), _name(course), SNAPSHOTS) for course in (*self._ended, *others))
+        in_flight = (coarse(spans_of(one), _name(one), SNAPSHOTS) for one in (*self._ended, *others))
         spans = [*known[-MOST:], *itertools.chain(*in_flight), *gate.steps(self._begin)]
         write_trace(path, spans, f"{name}, {forgotten} older spans left out" if forgotten else name)
 
 
-def _name(course: Course) -> str:
-    outcome = " failed" if course.error is not None else "" if course.ended else " in flight"
-    return f"snapshot {course.step}{outcome}"
+def _name(snapshot: Snapshot) -> str:
+    outcome = " failed" if error_of(snapshot) is not None else "" if has_ended(snapshot) else " in flight"
+    return f"snapshot {snapshot.step}{outcome}"

@@ -18,8 +18,8 @@ from datastates.errors import DatastatesError, DeviceError, ProviderError, TornS
 from datastates.executor.executor import Executor, PreparedWrite, create
 from datastates.executor.jobs import NOTHING, WriteJob, recorded
 from datastates.saving.collect import Collected
-from datastates.saving.course import Course
 from datastates.saving.frame import Frame
+from datastates.saving.snapshot import Snapshot, attach, detach, fail, reach, stage
 from datastates.saving.structure import Structure
 from datastates.state import devices, jax_arrays
 from datastates.state import versions as array_versions
@@ -116,7 +116,7 @@ class Running:
 
     executor: Executor
     collected: Collected
-    course: Course
+    snapshot: Snapshot
     planned: SavePlan
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     witness: ArrayWitness
@@ -143,7 +143,7 @@ class Running:
         if structure.replicas is not None and places.replicas is not None:
             replicas = structure.replicas.ranges, places.replicas
         self._job = job = self.executor.submit_write(path, plan, places.columns, structure.witness, replicas)
-        self.course.attach(self.gate, job.stats, partial(recorded, job))
+        attach(self.snapshot, self.gate, job.stats, partial(recorded, job))
 
     def open(self) -> None:
         """Make the directory for the file, if :meth:`begin` has not done so, and let the job create the file."""
@@ -169,7 +169,7 @@ class Running:
         except Exception as error:
             self.cause = error  # before the job is stopped: run() notices the stop
             self.job.abort()
-            self.course.fail(error)
+            fail(self.snapshot, error)
 
     def _pass(self) -> None:
         self.lazy_serialized.wait()
@@ -192,17 +192,17 @@ class Running:
             self._wait_captured()
             tail, vote = self._write()
             self.job.finish(tail)
-            self.course.reach("persisted", file_nbytes=vote.nbytes)
-            with self.course.stage("commit"):
-                self.course.path = self.ending.commit(vote)
-            self.course.reach("committed", at=self.ending.committed)
+            reach(self.snapshot, "persisted", file_nbytes=vote.nbytes)
+            with stage(self.snapshot, "commit"):
+                path = self.ending.commit(vote)
+            reach(self.snapshot, "committed", at=self.ending.committed, path=path)
         except BaseException as error:  # the snapshot passes it to whoever waits
             cause = self.cause or error
             try:
                 self._discard()
             finally:
                 cause = self.ending.cause_of(cause, self.planned.frame.plan.end)
-                self.course.fail(cause)
+                fail(self.snapshot, cause)
             return cause
         self._let_go()
         return None
@@ -212,7 +212,7 @@ class Running:
         try:
             self._discard()
         finally:
-            self.course.fail(error)
+            fail(self.snapshot, error)
 
     def _discard(self) -> None:
         self.lazy_serialized.set()
@@ -224,7 +224,7 @@ class Running:
 
     def _serialize_lazy(self) -> None:
         try:
-            with self.course.stage("serialize"):
+            with stage(self.snapshot, "serialize"):
                 self.objects = [
                     (p, s, _serialize(self.collected, p, s) if data is None else data) for p, s, data in self.objects
                 ]
@@ -249,19 +249,19 @@ class Running:
         if changed:
             raise TornSnapshotError(sorted(changed))
         self.collected.release()  # a reference would keep JAX's next computation from taking over a donated array
-        self.course.reach("captured")
+        reach(self.snapshot, "captured")
 
     def _write(self) -> tuple[bytes, Vote]:
         """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
         frame = self.planned.frame
-        with self.course.stage("serialize"):
+        with stage(self.snapshot, "serialize"):
             encode_tail = frame.encode_objects(self.objects)
         self._release()
         self.job.wait_checksummed()
-        with self.course.stage("encode"):
+        with stage(self.snapshot, "encode"):
             tail = encode_tail(self.job, self.ending.identity)
         return tail.data, Vote(
-            step=self.course.step,
+            step=self.snapshot.step,
             file=self.ending.path.name,
             nbytes=frame.plan.end + len(tail.data),
             index_crc32=tail.index_crc32,
@@ -271,7 +271,7 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        self.course.detach(self._job.stats() if self._job else {}, recorded(self._job) if self._job else NOTHING)
+        detach(self.snapshot, self._job.stats() if self._job else {}, recorded(self._job) if self._job else NOTHING)
 
     def _release(self) -> None:
         self.collected.release()

@@ -9,9 +9,9 @@ from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
 from datastates.saving.collect import Collected, collect
-from datastates.saving.course import Course
 from datastates.saving.frame import Framing
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
+from datastates.saving.snapshot import Snapshot, describe
 from datastates.saving.structure import Structure
 from datastates.state.known_layout import Knowledge
 from datastates.state.provider import StateProvider
@@ -41,17 +41,18 @@ class Saver:
         last = self._last.structure if self._last else None
         return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
-    def prepare(self, collected: Collected, course: Course, ending: Ending) -> Running:
+    def prepare(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
         """Serialize objects that are not lazy, and plan the file; returns the snapshot's work, which has not begun.
 
         Args:
             collected: The state, as the providers described it.
-            course: The course of the snapshot, which the work reports to.
+            snapshot: The snapshot, which the work lets go on.
             ending: Where to write the file, and how to commit it.
         """
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
+        describe(snapshot, nbytes=collected.structure.nbytes)
         planned = self._planned(collected.structure)
-        return Running(self._executor, collected, course, planned, objects, ArrayWitness(collected), ending)
+        return Running(self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending)
 
     @gc_pause.paused()
     def _planned(self, structure: Structure) -> SavePlan:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from datastates.saving.snapshot import Snapshot, course_of
+from datastates.saving.snapshot import Snapshot, has_ended
 
 
 class Telling:
@@ -31,5 +31,5 @@ class Telling:
     def tell(self) -> None:
         """Tell of those that have ended, up to the first that has not. Call it after the end of each."""
         with self._alone:
-            while self._untold and course_of(self._untold[0]).ended:
+            while self._untold and has_ended(self._untold[0]):
                 self._tell(self._untold.popleft())

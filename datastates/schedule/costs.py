@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from datastates.saving.course import Course
+from datastates.saving.snapshot import Cost, Snapshot, cost_of, has_ended
 from datastates.schedule.cadence import best_interval
 
 _LAST = 5
@@ -22,21 +22,21 @@ class Costs:
 
         Args:
             in_flight: Most snapshots that are in flight at the same time.
-            clock: The clock of :attr:`Course.begin`.
+            clock: The clock of :attr:`Cost.begin <datastates.saving.snapshot.Cost.begin>`.
         """
         self._clock = clock
-        self._last: deque[Course] = deque(maxlen=_LAST + in_flight)
+        self._last: deque[Snapshot] = deque(maxlen=_LAST + in_flight)
 
-    def note(self, course: Course) -> None:
+    def note(self, snapshot: Snapshot) -> None:
         """Take note of a snapshot that has been taken."""
-        self._last.append(course)
+        self._last.append(snapshot)
 
     def interval(self, mtbf: float) -> float | None:
         """The best seconds between snapshots, with a failure every ``mtbf`` seconds; None before the first commit."""
         if not (last := self._committed()):
             return None
-        durable = median(course.times["committed"] for course in last)
-        return best_interval(median(course.stall_seconds for course in last), mtbf, durable)
+        durable = median(seconds for _, seconds in last)
+        return best_interval(median(cost.stall_seconds for cost, _ in last), mtbf, durable)
 
     def seconds_until_durable(self) -> float | None:
         """Seconds until a snapshot that is taken now is committed, by the lowest rate; None before the first commit.
@@ -45,11 +45,13 @@ class Costs:
         """
         if not (last := self._committed()):
             return None
-        slowest = max(course.times["committed"] / max(1, course.nbytes) for course in last)
+        slowest = max(seconds / max(1, cost.nbytes) for cost, seconds in last)
         now = self._clock()
-        pending = (course for course in self._last.copy() if not course.ended)
-        before = sum(max(0.0, slowest * course.nbytes - (now - course.begin)) for course in pending)
-        return before + slowest * last[-1].nbytes
+        pending = (cost_of(snapshot) for snapshot in self._last.copy() if not has_ended(snapshot))
+        before = sum(max(0.0, slowest * cost.nbytes - (now - cost.begin)) for cost in pending)
+        return before + slowest * last[-1][0].nbytes
 
-    def _committed(self) -> list[Course]:
-        return [course for course in self._last.copy() if "committed" in course.times][-_LAST:]
+    def _committed(self) -> list[tuple[Cost, float]]:
+        """The cost of each of the last committed snapshots, and its seconds until durable."""
+        costs = map(cost_of, self._last.copy())
+        return [(cost, cost.durable_seconds) for cost in costs if cost.durable_seconds is not None][-_LAST:]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save  # noqa: E402
 
 from datastates.adapters.torch_files import FileSettings, TorchFiles  # noqa: E402
 from datastates.saving import gate  # noqa: E402
-from datastates.saving.snapshot import Snapshot, course_of  # noqa: E402
+from datastates.saving.snapshot import Snapshot  # noqa: E402
 
 PT = {"format": "pt"}
 
@@ -104,7 +104,7 @@ def test_a_forked_child_does_not_wait_for_the_files_of_its_parent(files: TorchFi
     with held():
         files.begin()
         snapshot = files.write_tensors({"a": torch.ones(1 << 20)}, tmp_path / "f", PT, lambda *_: True)
-        files.then("f", [course_of(snapshot)], lambda error: None)
+        files.then("f", [snapshot], lambda error: None)
         if (child := os.fork()) == 0:
             try:
                 files.wait()

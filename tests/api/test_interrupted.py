@@ -11,7 +11,7 @@ import pytest
 import datastates as ds
 from datastates._base.workers import Work
 from datastates.providers import HostTensorProvider
-from datastates.saving import course
+from datastates.saving import snapshot as snapshots
 
 
 @pytest.mark.parametrize("when", ["before it is put", "while it runs", "after its thread has ended it"])
@@ -36,6 +36,6 @@ def test_an_interrupted_call_is_told_by_its_interrupt(
         ckpt.snapshot([HostTensorProvider("model", {"a": np.ones(1000)})], step=2).wait_committed()
     caplog.clear()  # the traceback of the interrupt is logged
     with caplog.at_level(logging.ERROR, "datastates"):
-        course._tell_at_exit()
+        snapshots._tell_at_exit()
     assert caplog.messages == []
     assert engine.pending() == []

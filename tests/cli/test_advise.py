@@ -19,6 +19,7 @@ from datastates.executor import jobs
 from datastates.executor.timeline import SNAPSHOTS, STEP, TRAINING_THREAD, Span, coarse, read_trace, write_trace
 from datastates.providers import HostTensorProvider
 from datastates.saving import running
+from datastates.saving.snapshot import spans_of
 from datastates.schedule.advice import advice
 from datastates.schedule.cadence import best_interval
 
@@ -84,7 +85,7 @@ def test_a_real_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     snapshot.trace(tmp_path / "t.json")
     read = sorted(read_trace(tmp_path / "t.json"))
     assert [(s.stage, s.track, s.nbytes) for s in read] == [
-        (s.stage, s.track, s.nbytes) for s in sorted(snapshot._course.spans())
+        (s.stage, s.track, s.nbytes) for s in sorted(spans_of(snapshot))
     ]
     status, text = run(capsys, "advise", tmp_path / "t.json", "--mtbf", "6h")
     assert status == 0

@@ -45,7 +45,7 @@ from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.executor.executor import arm_faults
 from datastates.formats.own_verify import verify_container
 from datastates.reading.every_container import open_checkpoint
-from datastates.saving.snapshot import course_of
+from datastates.saving.snapshot import wait_ended, wait_free
 
 HANGS = 30
 """Seconds without a report after which a life is taken to hang."""
@@ -96,7 +96,7 @@ class Told:
     def _follow(self) -> None:
         while (entry := self._taken.get()) is not None:
             save, snapshot, torn = entry
-            course_of(snapshot).wait_ended()
+            wait_ended([snapshot])
             error = snapshot.exception()
             if error is None:
                 self.say("committed", save.number)
@@ -152,9 +152,9 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
                 state = None
             told.follow(save, snapshot, torn)
             if save.wait == "captured":
-                course_of(snapshot).wait_free()
+                wait_free(snapshot)
             elif save.wait == "committed":
-                course_of(snapshot).wait_ended()
+                wait_ended([snapshot])
         if life.end == "leave":
             os._exit(0)
     told.end()

@@ -39,7 +39,7 @@ from datastates.commit.names import STEP
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
-from datastates.saving.snapshot import course_of
+from datastates.saving.snapshot import has_ended
 
 CANNOT = 77
 FICLONE = 0x40049409
@@ -73,7 +73,7 @@ def save(root: Path, pipe: int) -> None:
         while True:
             step += 1
             taken.append(ckpt.snapshot(providers_of(state_of(step)), step=step))
-            for snapshot in [s for s in taken if course_of(s).ended]:
+            for snapshot in [s for s in taken if has_ended(s)]:
                 snapshot.wait_committed()
                 taken.remove(snapshot)
                 os.write(pipe, f"{snapshot.step}\n".encode())

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from datastates.errors import (
     ThreadStartError,
 )
 from datastates.providers import HostTensorProvider
-from datastates.saving.course import Course
-from datastates.saving.snapshot import course_of
+from datastates.saving import engine, taken
+from datastates.saving.snapshot import Snapshot, wait_ended
 
 # --- ending
 
@@ -271,10 +271,9 @@ def test_a_snapshot_that_fails_while_failures_are_counted_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
-    failed = course_of(fail_one(ckpt, 1))
-    failed.wait_ended()
+    wait_ended([fail_one(ckpt, 1)])
     answers = [False]  # it ends right after it was first asked
-    monkeypatch.setattr(Course, "ended", property(lambda course: answers.pop() if answers else True))
+    monkeypatch.setattr(taken, "has_ended", lambda snapshot: answers.pop() if answers else True)
     ckpt._taken.failure()
     monkeypatch.undo()
     with pytest.raises(StorageError):
@@ -357,15 +356,14 @@ def test_two_are_in_flight_and_a_third_waits(tmp_path: Path) -> None:
 
 def test_the_wait_for_room_counts_as_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    wait_ended = Course.wait_ended
 
-    def wait(course: Course) -> None:
+    def wait(snapshots: Sequence[Snapshot]) -> None:
         begin = time.monotonic()
         time.sleep(0.1)  # longer than the rest of the call takes
-        wait_ended(course)
+        wait_ended(snapshots)
         waited.append(time.monotonic() - begin)
 
-    monkeypatch.setattr(Course, "wait_ended", wait)
+    monkeypatch.setattr(engine, "wait_ended", wait)
     with held("sync", until=END), ds.Checkpointer(tmp_path, max_in_flight=1, **OPTIONS) as ckpt:
         first = ckpt.snapshot(providers(1), step=1)
         second = ckpt.snapshot(providers(2), step=2)

@@ -21,7 +21,7 @@ from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import Span
 from datastates.providers import HostTensorProvider, from_stateful
 from datastates.saving import gate, run_trace
-from datastates.saving.course import Course
+from datastates.saving.snapshot import Snapshot, attach, detach, fail, reach
 
 
 def spans_in(path: Path) -> list[dict[str, Any]]:
@@ -115,21 +115,21 @@ def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 
 def test_work_is_made_coarse_by_the_thread_that_ends_the_snapshot_alone(tmp_path: Path) -> None:
-    course, other = (Course(step, 8, time.monotonic()) for step in range(2))
+    snapshot, other = (Snapshot(step, 8, time.monotonic()) for step in range(2))
     calls: list[int] = []
 
     def recorded() -> Recorded:
         calls.append(threading.get_ident())
         return NOTHING
 
-    course.attach(lambda: None, dict, recorded)
-    course.reach("committed")
+    attach(snapshot, lambda: None, dict, recorded)
+    reach(snapshot, "committed")
     trace = run_trace.RunTrace()
-    trace.add_snapshot(course)
+    trace.add_snapshot(snapshot)
     assert (calls, len(trace._kept)) == ([], 0)
-    course.detach({}, NOTHING)
-    other.fail(OSError("before a job was made"))
-    other.deliver()
+    detach(snapshot, {}, NOTHING)
+    fail(other, OSError("before a job was made"))
+    other.exception()
     trace.add_snapshot(other)
     assert (calls, [kept.name for kept in trace._kept]) == ([], ["snapshot 0", "snapshot 1 failed"])
 
@@ -138,10 +138,10 @@ def test_work_is_written_of_a_snapshot_that_the_engine_is_about_to_let_go(tmp_pa
     """A snapshot has ended a moment before its work is taken from the native core."""
     write = np.array([_native.STAGES.index("write")], np.uint8)
     work = Recorded(write, np.zeros(1, np.uint32), np.array([1.0]), np.array([2.0]), np.array([8], np.uint64))
-    course = Course(1, 8, time.monotonic())
-    course.attach(lambda: None, dict, lambda: work)
-    course.reach("committed")
+    snapshot = Snapshot(1, 8, time.monotonic())
+    attach(snapshot, lambda: None, dict, lambda: work)
+    reach(snapshot, "committed")
     trace = run_trace.RunTrace()
-    trace.add_snapshot(course)
+    trace.add_snapshot(snapshot)
     trace.write(tmp_path / "t.json", "run", ())
     assert rows_in(tmp_path / "t.json")["write"] == ["write"]

@@ -12,7 +12,7 @@ from datastates.config import Settings
 from datastates.errors import SettingsError
 from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.ranks.world import SoloWorld
-from datastates.saving.course import Course
+from datastates.saving.snapshot import Snapshot, reach
 from datastates.schedule.cadence import best_interval, steps_to_wait
 from datastates.schedule.costs import Costs
 from datastates.schedule.due import Due
@@ -116,11 +116,11 @@ def test_after_a_roll_back_an_interval_begins() -> None:
     assert due_steps(due, range(130, 160), clock) == [pytest.approx(148, abs=3)]
 
 
-def committed(begin: float, stalls: tuple[float, ...], durable: float, nbytes: int = 1000) -> Course:
-    course = Course(1, nbytes, begin)
-    course._spans += [Span("stall", TRAINING_THREAD, begin, begin + seconds, 0) for seconds in stalls]
-    course.times["committed"] = durable
-    return course
+def committed(begin: float, stalls: tuple[float, ...], durable: float, nbytes: int = 1000) -> Snapshot:
+    snapshot = Snapshot(1, nbytes, begin)
+    snapshot._spans += [Span("stall", TRAINING_THREAD, begin, begin + seconds, 0) for seconds in stalls]
+    reach(snapshot, "committed", at=begin + durable)
+    return snapshot
 
 
 def test_costs_are_those_of_the_last_snapshots() -> None:
@@ -131,8 +131,8 @@ def test_costs_are_those_of_the_last_snapshots() -> None:
         costs.note(committed(float(begin), (1.0, 0.5), durable))
     assert costs.interval(HOUR) == best_interval(1.5, HOUR, 2.0)
     assert costs.seconds_until_durable() == 4.0
-    costs.note(Course(7, 500, 98.5))
-    costs.note(Course(8, 1000, 95.0))
+    costs.note(Snapshot(7, 500, 98.5))
+    costs.note(Snapshot(8, 1000, 95.0))
     assert costs.seconds_until_durable() == 4.5
     assert costs.interval(HOUR) == best_interval(1.5, HOUR, 2.0)
 

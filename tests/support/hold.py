@@ -7,32 +7,35 @@ import errno
 import threading
 from collections.abc import Iterator
 
-from datastates import _native
+from datastates import _native, checkpointer
 from datastates.executor.jobs import WriteJob
-from datastates.saving.course import Course
+from datastates.saving import engine
 
 MINUTE = 60_000
 """Milliseconds; far longer than any test needs to see what it wants to see."""
 GATE = (WriteJob, "gate")
 """The wait of an optimizer, or of ``gate()``, for the capture."""
-END = (Course, "wait_ended")
+END = (engine, checkpointer), "wait_ended"
 """The wait for the end of a snapshot, as in ``close()`` and ``restore()``."""
 
 
 @contextlib.contextmanager
-def held(point: str = "write", count: int = 0, *, until: tuple[type, str] | None = None) -> Iterator[None]:
+def held(point: str = "write", count: int = 0, *, until: tuple[object, str] | None = None) -> Iterator[None]:
     """Hold everything up that passes a fault point of the native core, until the block ends.
 
     Args:
         point: The fault point. "write" also holds up the capture of what the host cache cannot hold; "capture" that of
             all lazy state; "host_read" all reads of host memory.
         count: How many passages are held up; 0 for all.
-        until: The first call of this method, which must wait for what is held up, lets everything go.
+        until: An owner, or several, and the name of a method or function of theirs: its first call, which must wait for
+            what is held up, lets everything go.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(_native.clear_faults)
         if until is not None:
-            stack.enter_context(_released_by(*until))
+            owners, name = until
+            for owner in owners if isinstance(owners, tuple) else (owners,):
+                stack.enter_context(_released_by(owner, name))
         if point == "capture":
             _native.arm_fault(point, "fail", errno.EAGAIN)
         else:
@@ -48,7 +51,7 @@ def hold_until_exit(point: str) -> None:
 
 
 @contextlib.contextmanager
-def _released_by(owner: type, name: str) -> Iterator[None]:
+def _released_by(owner: object, name: str) -> Iterator[None]:
     method = getattr(owner, name)
 
     def wait(*arguments: object, **named: object) -> object:

@@ -137,7 +137,7 @@ class Session:
         try:
             lazy = _lazy(state_dict, self._writer.lazy)
             plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
-            staged = Staged(plain, lazy, step=step, grace=float("inf"), owned=owned)
+            staged = Staged(plain, lazy, step=step, path=path, grace=float("inf"), owned=owned)
             return self.save_staged(staged, path, planner, turn)
         except BaseException as error:
             self.decline(turn, error)
@@ -171,12 +171,11 @@ class Session:
 
     def save_staged(self, staged: Staged, path: Location, planner: SavePlanner, turn: Turn) -> Snapshot:
         """Begin to save a staged state; errors of the save itself land on its snapshot. If it raises, decline."""
-        staged.course.path = path
         writer = copy.copy(self._writer)  # another save may set another directory before this one begins
         # emptied by the call: frames that live on must not keep the state alive
         begin = [partial(self._begin, staged, writer, path, planner, turn)]
-
-        return self._engine.take_later(staged.course, lambda: begin.pop()(), staged.give_up)
+        self._engine.take_later(staged.snapshot, lambda: begin.pop()(), staged.give_up)
+        return staged.snapshot
 
     def _begin(
         self, staged: Staged, writer: DataStatesStorageWriter, path: Location, planner: SavePlanner, turn: Turn
@@ -185,7 +184,7 @@ class Session:
         if turn.taken.take() is None:
             error = CommitError("the call was interrupted")
             staged.give_up(error)
-            staged.course.deliver()  # told: the call has raised the interrupting error
+            staged.snapshot.exception()  # told: the call has raised the interrupting error
             raise error
         with turn, staged.capturing():
             writer.reset(str(path))

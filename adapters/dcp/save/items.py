@@ -164,8 +164,7 @@ def begin(
     """
     provider = ItemsProvider(plan, planner)
     collected = saver.collect([provider])
-    staged.course.nbytes = collected.structure.nbytes
-    running = saver.prepare(collected, staged.course, ending)
+    running = saver.prepare(collected, staged.snapshot, ending)
     try:
         running.begin()
         running.open()

@@ -20,10 +20,11 @@ from datastates.adapters.dcp.save import samples
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.executor.jobs import NOTHING
 from datastates.saving import gate
-from datastates.saving.course import Course
+from datastates.saving.snapshot import NOWHERE, Snapshot, abandon, attach, called, error_of, fail, wait_free
 from datastates.state import arrays, devices, dtensors, subclasses
 from datastates.state import versions as array_versions
 from datastates.state.laziness import is_lazy_by_default
+from datastates.storage import Location
 
 GRACE = 60.0
 """Seconds after staging in which the save must begin."""
@@ -54,7 +55,7 @@ class Staged:
 
     Attributes:
         state_dict: The live tensors, where they are lazy, and copies of everything else.
-        course: The course of the snapshot, at which the gate waits; the save goes on with it.
+        snapshot: The snapshot, at which the gate waits; the save goes on with it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Staged:
         lazy: Lazy,
         *,
         step: int = 0,
+        path: Location = NOWHERE,
         grace: float = GRACE,
         kept: Sequence[tuple[str, torch.Tensor]] | None = None,
         owned: bool = False,
@@ -73,6 +75,7 @@ class Staged:
             state_dict: The live state.
             lazy: Chooses tensors that are guarded instead of copied. Within an optimizer's ``step()``, all are copied.
             step: A number for the snapshot.
+            path: The path of the checkpoint, if it is known.
             grace: Seconds in which :meth:`saved_by` must be called.
             kept: The live tensors in the state dict, by name. If given, nothing is copied.
             owned: Sharded tensors are copies that nothing else refers to. All others are copied, so no optimizer waits.
@@ -93,11 +96,12 @@ class Staged:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._streams = devices.side_streams(self._devices | {tensor.device for tensor in tensors})
-        self.course = Course(step, sum(dtensors.local(tensor).nbytes for tensor in tensors), begin)
-        self.course.attach(self.wait_begun, dict, lambda: NOTHING)
+        nbytes = sum(dtensors.local(tensor).nbytes for tensor in tensors)
+        self.snapshot = Snapshot(step, nbytes, begin, path)
+        attach(self.snapshot, self.wait_begun, dict, lambda: NOTHING)
         if not owned:
-            gate.guard(self.course, automatic=True)
-        self.course.called()
+            gate.guard(self.snapshot, automatic=True)
+        called(self.snapshot)
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
         if isinstance(value, ShardedTensor):
@@ -149,7 +153,7 @@ class Staged:
 
     def check(self) -> None:
         """Raise TornSnapshotError if the state has changed since staging, or the error for which it was given up."""
-        if (error := self.course.deliver()) is not None:
+        if (error := self.snapshot.exception()) is not None:
             raise error  # the gate has been open since: the state may have changed
         tensors = [tensor for _, tensor in self._kept]
         versions, addresses = array_versions.witness(tensors)
@@ -162,7 +166,7 @@ class Staged:
     def give_up(self, error: BaseException) -> None:
         """Fail the snapshot and open the gate, as nobody will capture the state."""
         if not self._begun.is_set():
-            self.course.fail(error)
+            fail(self.snapshot, error)
             self._end()
 
     def _end(self) -> None:
@@ -175,14 +179,14 @@ class Staged:
         """Whether the capture of the state has begun or never will. Gives up if nobody is left to begin it."""
         if not self._begun.is_set():
             if os.getpid() != self._process:  # a forked child: only its parent can capture it
-                self.course.abandon()
+                abandon(self.snapshot)
                 self._end()
             with self._lock:
                 if not self._saver.is_alive() if self._saver is not None else time.monotonic() > self._latest:
                     text = "the save ended before its state was captured: nothing was written of it"
                     self.give_up(DatastatesError(text))
-                    self.course.deliver()  # the save reports an error of its own
-        return self._begun.is_set() or self.course.error is not None
+                    self.snapshot.exception()  # the save reports an error of its own
+        return self._begun.is_set() or error_of(self.snapshot) is not None
 
     def wait_begun(self) -> None:
         """Wait until the capture of the state has begun or never will."""
@@ -192,7 +196,7 @@ class Staged:
     def wait_free(self) -> None:
         """Wait until the state may change."""
         self.wait_begun()
-        self.course.wait_free()
+        wait_free(self.snapshot)
 
 
 class StagedStateDict(dict[str, Any]):
@@ -209,7 +213,7 @@ class StagedStateDict(dict[str, Any]):
             "copies it, such as torch's DefaultStager"
         )
         self._staged.give_up(error)
-        self._staged.course.deliver()  # it is reported by the raise
+        self._staged.snapshot.exception()  # it is reported by the raise
         raise error
 
 

@@ -31,6 +31,7 @@ from datastates.errors import DatastatesError, storage_errors
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.saving.saver import Saver
+from datastates.saving.snapshot import reach
 from datastates.storage import Location, folders_of, location
 
 
@@ -155,7 +156,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise _taken()
         self._staged = staged = Staged(state_dict, nothing if self.transforms.extensions else self.lazy)
         if self.transforms.extensions and staged.is_copy:
-            staged.course.reach("captured")
+            reach(staged.snapshot, "captured")
         return staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +248,6 @@ class DataStatesStorageWriter(FileSystemWriter):
         given, self._staged = self._staged, None
         # state that was not staged stays as it is until this save returns, and needs no gate
         staged = given or Staged({}, self.lazy, owned=True)
-        course = staged.course
         try:
             with staged.capturing() if given else contextlib.nullcontext():
                 staged.check()
@@ -256,7 +256,7 @@ class DataStatesStorageWriter(FileSystemWriter):
                     warn_of_plain_tensors(getattr(planner, "state_dict", None))
                 if self.transforms.extensions:
                     written = self._write_by_torch(plan, planner)
-                    course.reach("captured")
+                    reach(staged.snapshot, "captured")
                     return written
                 ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
                 if self._file_saver is None:
@@ -264,13 +264,13 @@ class DataStatesStorageWriter(FileSystemWriter):
                     self._file_saver = Saver(self._executor, items.FRAMING)
                 running, file = items.begin(self._file_saver, plan, planner, ending, staged)
         except BaseException:
-            course.deliver()  # it is reported by the raise
+            staged.snapshot.exception()  # it is reported by the raise
             raise
         running.run()
-        course.wait("committed")
+        staged.snapshot.wait_committed()
         folders_of(ending.path).sync_folder(ending.path.parent)
         written = Future()
-        written.set_result(file.results(course.file_nbytes))
+        written.set_result(file.results(staged.snapshot.report.file_nbytes))
         return written
 
     def _write_by_torch(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

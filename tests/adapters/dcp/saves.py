@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.saving.snapshot import Snapshot
 from states import step
 
 WAYS = ["thread", "snapshot"]
@@ -35,7 +34,7 @@ class Save:
 
         def held(state_dict: dict[str, Any]) -> Any:
             staged = hold(state_dict)
-            self.snapshot = Snapshot(staged.course)
+            self.snapshot = staged.snapshot
             return staged
 
         writer.hold = held  # type: ignore[method-assign]

@@ -28,8 +28,8 @@ from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save import async_save, staging
 from datastates.errors import DatastatesError, StorageError
-from datastates.saving import course, gate
-from datastates.saving.snapshot import course_of
+from datastates.saving import gate
+from datastates.saving import snapshot as snapshots
 from states import SMALL, big, copied, files, loaded, same, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
@@ -52,7 +52,7 @@ def test_a_planner_that_raises_frees_the_optimizer(
         Save(another, writer, state, tmp_path / str(number)).wait()
         same(loaded(tmp_path / str(number), state), state)
     writer.close()
-    assert course_of(save.snapshot) not in course._silent
+    assert save.snapshot not in snapshots._silent
 
 
 def test_without_an_optimizer_who_waits_is_let_go_too(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_call_that_was_interrupted_is_no_failure_that_nobody_was_told_of(
     finally:
         left.set()
     writer.close()
-    assert not course._silent
+    assert not snapshots._silent
 
 
 @pytest.mark.long
@@ -335,7 +335,7 @@ def test_a_forked_child_waits_for_nothing(tmp_path: Path) -> None:
         assert code == 0, code
         _native.clear_faults()
         writer._staged.give_up(RuntimeError("no save"))
-        writer._staged.course.deliver()
+        writer._staged.snapshot.exception()
         snapshot.wait_committed()
     """
     done = subprocess.run(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
 from datastates.errors import DatastatesError, FormatError
-from datastates.saving import course
+from datastates.saving import snapshot as snapshots
 from states import blank, failure, same, save_with
 
 
@@ -144,7 +144,7 @@ def test_an_extension_that_fails_leaves_nothing(how: str, tmp_path: Path) -> Non
     with pytest.raises(CheckpointException, match="No space left"):
         _ = dcp.save(state, storage_writer=writer) if future is None else future.result()
     assert list(tmp_path.iterdir()) == []
-    assert course._silent == set(), "the process would end with status 120"
+    assert snapshots._silent == set(), "the process would end with status 120"
     writer.close()
 
 

@@ -165,7 +165,7 @@ def test_a_copy_says_of_itself_what_the_tensor_says(mesh: Any) -> None:
     staged = Staged({"d": sharded}, lambda *_: False)
     first, expected = plan(LocalPlans(), staged.state_dict)
     staged.give_up(DatastatesError("it was to be looked at only"))
-    assert staged.course.deliver() is not None
+    assert staged.snapshot.exception() is not None
     assert first == expected == plan(LocalPlans(), {"d": sharded})[1]
     assert first.items[0].index.offset == torch.Size((5, 0))
 

@@ -24,9 +24,8 @@ from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld
-from datastates.saving import course
+from datastates.saving import snapshot as snapshots
 from datastates.saving.engine import Engine
-from datastates.saving.snapshot import course_of
 from datastates.storage.local import LocalStore
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.save")
@@ -136,7 +135,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
         _native.clear_faults()
     assert isinstance(save.undelivered(), StorageError)
     assert save.undelivered() is None
-    assert not course._silent.intersection(map(course_of, save.snapshots.values()))
+    assert not snapshots._silent.intersection(save.snapshots.values())
     assert names(tmp_path) == []
 
 

@@ -125,8 +125,8 @@ say("worker", workers[rank()])
 if rank() == 1:
     os.kill(os.getpid(), 9)
 native.clear_faults()
-from datastates.saving.snapshot import course_of
-course_of(strategy.last).wait_ended()
+from datastates.saving.snapshot import wait_ended
+wait_ended([strategy.last])
 error = strategy.last.exception()
 assert "rank 1" in str(error), error
 assert not finished(directory / "1") and not (directory / "1" / ".metadata").exists()
@@ -148,13 +148,12 @@ os._exit(0)
 HOLDER = """
 import sys, time
 from datastates.adapters.megatron.async_request import token
-from datastates.saving.course import Course
-from datastates.saving.snapshot import Snapshot
+from datastates.saving.snapshot import Snapshot, reach
 
-course = Course(0, 0, 0.0)
-print(token(Snapshot(course)), flush=True)
+snapshot = Snapshot(0, 0, 0.0)
+print(token(snapshot), flush=True)
 sys.stdin.readline()
-course.reach("committed")
+reach(snapshot, "committed")
 sys.stdin.readline()
 """
 WAITER = """

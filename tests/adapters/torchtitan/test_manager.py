@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan.components.checkpointer import CheckpointManager
+from datastates.adapters import torchtitan
 from datastates.adapters.torchtitan import DataStatesCheckpointManager
-from datastates.saving.course import Course
 
 sys.path.insert(0, SUPPORT)
 from hold import held
@@ -142,7 +142,7 @@ def saved(step, last_step=False):
         expected = full(trained.model)
     return save(step, last_step)
 trained.checkpointer.save = saved
-with held("capture", until=(Course, "wait_free")):
+with held("capture", until=(torchtitan, "wait_free")):
     trained.train(6, until=4)
 assert trained.captured == [False] * 4, trained.captured
 trained.checkpointer.close()
