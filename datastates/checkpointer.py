@@ -38,11 +38,10 @@ from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving import same_place
-from datastates.saving.call_back import call_back
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
-from datastates.saving.taken import Taken
+from datastates.saving.telling import Taken, call_back
 from datastates.schedule.costs import Costs
 from datastates.schedule.due import Due
 from datastates.schedule.last_snapshot import LastSnapshot

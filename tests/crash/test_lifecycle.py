@@ -29,7 +29,7 @@ from datastates.errors import (
     ThreadStartError,
 )
 from datastates.providers import HostTensorProvider
-from datastates.saving import engine, taken
+from datastates.saving import engine, telling
 from datastates.saving.snapshot import Snapshot, wait_ended
 
 # --- ending
@@ -273,7 +273,7 @@ def test_a_snapshot_that_fails_while_failures_are_counted_is_not_lost(
     ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
     wait_ended([fail_one(ckpt, 1)])
     answers = [False]  # it ends right after it was first asked
-    monkeypatch.setattr(taken, "has_ended", lambda snapshot: answers.pop() if answers else True)
+    monkeypatch.setattr(telling, "has_ended", lambda snapshot: answers.pop() if answers else True)
     ckpt._taken.failure()
     monkeypatch.undo()
     with pytest.raises(StorageError):
