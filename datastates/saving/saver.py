@@ -11,7 +11,7 @@ from datastates.executor.executor import Executor
 from datastates.saving.collect import Collected, collect
 from datastates.saving.frame import Framing
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
-from datastates.saving.snapshot import Snapshot, describe
+from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
 from datastates.state.known_layout import Knowledge
 from datastates.state.provider import StateProvider
@@ -50,7 +50,6 @@ class Saver:
             ending: Where to write the file, and how to commit it.
         """
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
-        describe(snapshot, nbytes=collected.structure.nbytes)
         planned = self._planned(collected.structure)
         return Running(self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending)
 

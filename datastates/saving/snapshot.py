@@ -108,7 +108,7 @@ class Snapshot:
         self._changed = Bell()
         self._spans: list[Span] = []
         self._work: Recorded | None = NOTHING
-        self._gate: Callable[[], None] = lambda: None
+        self._gate: Callable[[], object] = lambda: None
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native: Callable[[], Recorded] = lambda: NOTHING
 
@@ -311,6 +311,16 @@ def pass_gate(snapshot: Snapshot) -> None:
 # --- what happens to it
 
 
+def begun_later(
+    step: int, nbytes: int, begin: float, path: Location | None, wait_begun: Callable[[], object]
+) -> Snapshot:
+    """A snapshot whose call returns before its file is begun: until then, ``wait_begun`` waits at its gate."""
+    snapshot = Snapshot(step, nbytes, begin, path or NOWHERE)
+    attach(snapshot, wait_begun, dict, lambda: NOTHING)
+    called(snapshot)
+    return snapshot
+
+
 def called(snapshot: Snapshot) -> None:
     """Record that the user's call returns now."""
     snapshot._spans.append(Span("stall", TRAINING_THREAD, snapshot._begin, time.monotonic(), 0))
@@ -367,7 +377,7 @@ def abandon(snapshot: Snapshot) -> None:
 
 def attach(
     snapshot: Snapshot,
-    gate: Callable[[], None],
+    gate: Callable[[], object],
     figures: Callable[[], dict[str, Any]],
     native: Callable[[], Recorded],
 ) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import StorageMeta
+from typing_extensions import override
 
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
@@ -18,7 +19,7 @@ from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save.global_plan import Agreed
 from datastates.adapters.dcp.save.items import Written
 from datastates.commit.ballot import Vote
-from datastates.commit.ending import Identity, identity_alone
+from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.ranks.together import is_told, settle
 from datastates.ranks.world import World
@@ -71,8 +72,8 @@ class Order:
 _REPLACED, _UNCERTAIN = b"r", b"u"  # first byte of the coordinator's answer; empty: committed
 
 
-class DcpEnding:
-    """One rank's file of a checkpoint, which ``.metadata`` commits. See :class:`~datastates.commit.ending.Ending`."""
+class DcpEnding(FileEnding):
+    """One rank's file of a checkpoint, which ``.metadata`` commits."""
 
     def __init__(
         self,
@@ -93,21 +94,17 @@ class DcpEnding:
             meta: Identifies the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
         """
-        self.path = path
         self._name = f"{turn.name}/commit"
+        super().__init__(path, identity_alone(world.token(self._name)))
         self._number = turn.number
         self._order = order
-        self.identity: Identity = identity_alone(world.token(self._name))
-        self.committed: float | None = None
         self.written: Written | None = None
         self._world = world
         self._agreed = agreed
         self._meta = meta
         self._voted = self._kept = False
 
-    def open(self) -> None:
-        """Do nothing: the writer has made the folder."""
-
+    @override
     def commit(self, vote: Vote) -> Location:
         """Tell the coordinator the place of each item, and hear its decision.
 
@@ -162,17 +159,12 @@ class DcpEnding:
         stored = metadata_file.read(self.path.parent / metadata_file.FILE)
         return self.path.name in metadata_file.files(stored)
 
+    @override
     def abandon(self, *, made: bool) -> None:
         """Remove the file if it was made here, unless the checkpoint may stand."""
-        if made and not self._kept:
-            with contextlib.suppress(OSError):  # the writer's own error is the one to report
-                folders_of(self.path).remove(self.path)
+        super().abandon(made=made and not self._kept)
 
-    def cause_of(self, error: BaseException, needed: int) -> BaseException:
-        """``error`` itself: no other cause is known."""
-        del needed
-        return error
-
+    @override
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks that this rank has failed, unless it has voted."""
         if not self._voted and self._world.size > 1:

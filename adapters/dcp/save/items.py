@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from datastates._base import gc_pause
 from datastates.adapters.dcp.names import AGAIN, NAME, key_of_chunk
 from datastates.adapters.dcp.save.staging import Staged
-from datastates.commit.ending import Ending
+from datastates.commit.ending import FileEnding
 from datastates.container.table import Row
 from datastates.errors import CommitError, ProviderError
 from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
+from datastates.saving.snapshot import describe
 from datastates.state import arrays, dtensors, subclasses
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
@@ -143,7 +144,7 @@ class Written:
 
 @gc_pause.paused()
 def begin(
-    saver: Saver, plan: SavePlan, planner: SavePlanner, ending: Ending, staged: Staged
+    saver: Saver, plan: SavePlan, planner: SavePlanner, ending: FileEnding, staged: Staged
 ) -> tuple[Running, Written]:
     """Begin to capture the items of a plan, and to write them into one container.
 
@@ -164,6 +165,7 @@ def begin(
     """
     provider = ItemsProvider(plan, planner)
     collected = saver.collect([provider])
+    describe(staged.snapshot, nbytes=collected.structure.nbytes)
     running = saver.prepare(collected, staged.snapshot, ending)
     try:
         running.begin()

@@ -18,9 +18,8 @@ from datastates._base.sizes import LARGE_RECORD
 from datastates._base.waiting import Flag
 from datastates.adapters.dcp.save import samples
 from datastates.errors import DatastatesError, TornSnapshotError
-from datastates.executor.jobs import NOTHING
 from datastates.saving import gate
-from datastates.saving.snapshot import NOWHERE, Snapshot, abandon, attach, called, error_of, fail, wait_free
+from datastates.saving.snapshot import abandon, begun_later, error_of, fail, wait_free
 from datastates.state import arrays, devices, dtensors, subclasses
 from datastates.state import versions as array_versions
 from datastates.state.laziness import is_lazy_by_default
@@ -64,7 +63,7 @@ class Staged:
         lazy: Lazy,
         *,
         step: int = 0,
-        path: Location = NOWHERE,
+        path: Location | None = None,
         grace: float = GRACE,
         kept: Sequence[tuple[str, torch.Tensor]] | None = None,
         owned: bool = False,
@@ -97,11 +96,9 @@ class Staged:
         self._lock = threading.Lock()
         self._streams = devices.side_streams(self._devices | {tensor.device for tensor in tensors})
         nbytes = sum(dtensors.local(tensor).nbytes for tensor in tensors)
-        self.snapshot = Snapshot(step, nbytes, begin, path)
-        attach(self.snapshot, self.wait_begun, dict, lambda: NOTHING)
+        self.snapshot = begun_later(step, nbytes, begin, path, self.wait_begun)
         if not owned:
             gate.guard(self.snapshot, automatic=True)
-        called(self.snapshot)
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
         if isinstance(value, ShardedTensor):
