@@ -157,7 +157,7 @@ check-versions: check-oldest check-newest ## Tests of the adapters with the olde
 check-oldest check-newest: check-%: .venv-%/frameworks
 	$(call INSTALL_IN,.venv-$*) --no-build-isolation --constraint .ci/$*.txt '.[test,cli]'
 	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-$*/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' \
-	    tests/adapters tests/formats tests/oracle tests/providers
+	    tests/adapters tests/files tests/formats tests/oracle tests/providers
 
 .venv-oldest/frameworks .venv-newest/frameworks: .venv-%/frameworks: .ci/%.txt
 	.ci/setup-system $(PYTHON) tests

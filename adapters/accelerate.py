@@ -17,10 +17,11 @@ from accelerate.utils import DistributedType, constants, other
 from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
-from datastates.adapters.shared.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.shared.folders import FolderCheckpoints, refuse_to_attach
 from datastates.adapters.shared.guarded import guarded_of, is_optimizer_state
 from datastates.adapters.shared.stand_ins import Function, having, standing_in
 from datastates.adapters.shared.tried import warn_of_untried
+from datastates.files.settings import FolderOptions, FolderSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
 
@@ -42,7 +43,7 @@ def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorChe
 
     Args:
         accelerator: An ``accelerate.Accelerator``. On several ranks, all must attach.
-        **options: Fields of :class:`~datastates.adapters.shared.folders.FolderSettings`.
+        **options: Fields of :class:`~datastates.files.settings.FolderSettings`.
 
     Returns:
         The checkpoints that ``save_state`` begins, with their snapshots.

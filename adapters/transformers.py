@@ -20,11 +20,12 @@ from transformers.integrations import integration_utils
 from typing_extensions import Unpack
 
 from datastates._base import log
-from datastates.adapters.shared.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.shared.folders import FolderCheckpoints, refuse_to_attach
 from datastates.adapters.shared.guarded import guarded_of, is_optimizer_state
 from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.adapters.torch_files import wait_for_all
+from datastates.files.in_flight import wait_for_all
+from datastates.files.settings import FolderOptions, FolderSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
 
@@ -45,7 +46,7 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
 
     Args:
         trainer: A ``transformers.Trainer``, before ``train()``. On several ranks, all must attach.
-        **options: Fields of :class:`~datastates.adapters.shared.folders.FolderSettings`.
+        **options: Fields of :class:`~datastates.files.settings.FolderSettings`.
 
     Returns:
         The checkpoints that the Trainer begins, with their snapshots.

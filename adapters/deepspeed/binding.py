@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datastates.adapters import looks
-from datastates.adapters.deepspeed import engines
+from datastates.adapters.deepspeed.save import wait_for_every
 from datastates.adapters.shared import small_files
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.errors import SettingsError
+from datastates.files import looks
 
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
 _BOUND = "_datastates_bound"
@@ -236,7 +236,7 @@ def _validating(original: Any) -> Any:
 def _loading(original: Any) -> Any:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engines.wait()  # whoever loads may want a checkpoint that another engine saves
+        wait_for_every()  # whoever loads may want a checkpoint that another engine saves
         return original(self, *args, **kwargs)
 
     return load_checkpoint

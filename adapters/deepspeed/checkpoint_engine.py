@@ -6,27 +6,24 @@ import atexit
 import itertools
 import os
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from datastates._base import log
-from datastates._base.workers import Workers
-from datastates.adapters.deepspeed import binding, engines
-from datastates.adapters.deepspeed.save import Save, pending_of, sweep
+from datastates.adapters.deepspeed import binding
+from datastates.adapters.deepspeed.save import Save, every, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.shared import torch_loads
-from datastates.adapters.shared.guarded import Lazy, unguarded_storages
-from datastates.adapters.torch_files import TorchFiles
-from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
+from datastates.adapters.shared.guarded import unguarded_storages
+from datastates.errors import CommitError, FormatError
+from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 from datastates.saving.snapshot import wait_free
-from datastates.storage import location
-from datastates.storage.location import Location
+from datastates.storage import Location, location
 
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 """Keys of DeepSpeed's parameters and optimizer states. All else in a file that has one is small or the client's."""
@@ -59,10 +56,6 @@ class CheckpointEngine:
         binding.bind()
         self.settings = DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
         self.rank = rank
-        self.saves: list[Save] = []
-        """The last checkpoints that were begun, oldest first; at most ``max_in_flight`` of them."""
-        self.failures = 0
-        """The number of checkpoints whose failure was noticed so far."""
         self._numbers = itertools.count()
         self._opened: Save | None = None
         self._spoiled: Exception | None = None
@@ -71,15 +64,22 @@ class CheckpointEngine:
         self._swept: set[Path] = set()
         self._world: World = SoloWorld()
         self._closed = False
-        self.process = os.getpid()
-        """The process that this engine saves in; not one that is forked from it."""
-        # one thread: checkpoints end in the order in which they began
-        self._ending = Workers("datastates-deepspeed", 1)
+        self._process = os.getpid()
         if self.settings.enabled:
             self._world = world_of(None, None, Location("deepspeed"), self.settings.rank_timeout)
             self._files.prepare()
             atexit.register(self._close_at_exit)
-            engines.add(self)
+
+    @property
+    def saves(self) -> list[Save]:
+        """The last checkpoints that were begun, oldest first; at most ``max_in_flight`` of them."""
+        sealed = [save for save in self._files.saves if isinstance(save, Save)]
+        return sealed if self._opened is None or self._opened in sealed else [*sealed, self._opened]
+
+    @property
+    def failures(self) -> int:
+        """The number of checkpoints that have failed so far."""
+        return self._files.failures
 
     # --- saving
 
@@ -93,10 +93,9 @@ class CheckpointEngine:
             root: The folder that it saves in, absolute.
             latest: Whether the file ``latest`` there will name the checkpoint.
         """
-        for other in engines.every():
-            for save in other.saves if other is not self else []:
-                if save.root == root:
-                    save.wait()
+        for save in every():
+            if save.root == root and save not in self.saves:
+                save.wait()
         self._context = engine, root, latest
 
     def create(self, tag: str) -> None:
@@ -112,41 +111,21 @@ class CheckpointEngine:
         """
         if not self.settings.enabled:
             return
-        self._refuse_children()
+        self._files.refuse_children()
         name = f"save/{next(self._numbers)}"  # before anything can fail: all ranks must count the same
         if self._opened is not None:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
-        self._wait_for_room()
+        self._files.begin()
         _, root, latest = self._context or (None, None, False)
-        self._opened = Save(name, tag, self._world, root, latest=latest)
-        self.saves.append(self._opened)
+        raises = self.settings.on_error == "raise"
+        self._opened = Save(name, tag, self._world, root, latest=latest, raises=raises)
         if root is not None and self.rank == 0 and root not in self._swept:
             self._swept.add(root)
             sweep(root)
 
     def withdraw(self) -> None:
         """Forget the checkpoint that was begun, where all ranks do so at the same call and nothing is written."""
-        if self._opened is not None:
-            self.saves.remove(self._opened)
-            self._opened = None
-
-    def _refuse_children(self) -> None:
-        if os.getpid() != self.process:
-            text = "so it cannot save, nor wait for what that process saves"
-            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, {text}")
-
-    def _wait_for_room(self) -> None:
-        while len(self.saves) >= self.settings.max_in_flight:
-            oldest = self.saves.pop(0)
-            oldest.wait()
-            self._deliver(oldest)
-
-    def _deliver(self, save: Save) -> None:
-        failure = save.undelivered()
-        if failure is not None:
-            self.failures += 1
-            if self.settings.on_error == "raise":
-                raise failure
+        self._opened = None
 
     def save(self, state_dict: dict[Any, Any], path: str) -> None:
         """Begin to write one file of the checkpoint; copies everything that is not lazy before it returns.
@@ -192,14 +171,14 @@ class CheckpointEngine:
         try:
             pending.begin()
             kind = final.name.removesuffix(".pt")
-            taken = self._files.write(kind, state_dict, Path(pending.files[0]), lazy, attempt=save.attempt)
+            taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
             save.add(taken, pending, final)
         except BaseException:
             if not save.has(pending):
                 self._files.give_up(pending)
             raise
         if self._opened is None:
-            save.finish()
+            save.end()
             if save.exception is not None:
                 raise save.exception
 
@@ -214,7 +193,7 @@ class CheckpointEngine:
             save = self._opened
             self.seal()
             save.wait()
-            self._deliver(save)
+            self._files.tell(save)
         return True
 
     def give_up(self, error: BaseException) -> None:
@@ -223,7 +202,7 @@ class CheckpointEngine:
         self.seal(error)
         if save is not None:
             save.wait()
-            self.failures += save.undelivered() is not None
+            save.undelivered()  # the error is on its way
 
     def seal(self, given_up: BaseException | None = None) -> None:
         """Note that all files of the checkpoint have been passed to :meth:`save`; the rest goes on in the background.
@@ -236,14 +215,10 @@ class CheckpointEngine:
         self._context = None
         spoiled, self._spoiled = self._spoiled, None
         if (opened := self._opened) is not None:
-            why = given_up or spoiled
-            if why is not None and not isinstance(why, Exception):  # an interrupt must not be raised again later
-                why = CommitError(f"the checkpoint {opened.tag} was interrupted: {type(why).__name__}")
-            opened.hide(deletions_need_it=self.settings.on_error == "raise")
-            try:
-                self._ending.do(partial(opened.finish, why))
-            except (ThreadStartError, ClosedError):
-                opened.finish(why)
+            opened.hide()
+            if (why := given_up or spoiled) is not None:
+                opened.give_up(why)
+            self._files.put(opened)
             self._opened = None  # not earlier: where this is interrupted, the next call seals it
         if spoiled is not None and given_up is None and not self.only_logs(spoiled):
             raise spoiled
@@ -269,21 +244,16 @@ class CheckpointEngine:
             DatastatesError: With ``on_error="raise"`` and ``persist``, a checkpoint has failed and this was not raised
                 yet.
         """
-        self._refuse_children()
         if persist:
-            for save in self.saves:
-                if save is not self._opened:
-                    save.wait()
-            for save in list(self.saves):
-                self._deliver(save)
+            self._files.finish()
         else:
             gate.pass_all()
         return True
 
     def wait_captured(self) -> None:
         """Wait until nothing reads the memory of the training state any more. Raises no failures."""
-        for save in list(self.saves):
-            for snapshot in save.snapshots.values():
+        for save in self.saves:
+            for snapshot in save.written:
                 wait_free(snapshot)
 
     # --- loading
@@ -305,8 +275,10 @@ class CheckpointEngine:
             SnapshotAbandonedError: The process that this one was forked from was still saving the file.
         """
         file = Path(Location.of(path))
-        for engine in engines.every():
-            engine.wait_for(file)
+        for save in every():
+            if file.absolute() in save.snapshots and not save.ended:
+                self._files.refuse_children()
+                save.wait()
         if own.has_ending(Location(file)):
             return torch_loads.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # loaded tensors are about to be copied over the training state
@@ -314,13 +286,6 @@ class CheckpointEngine:
             return torch.load(path, map_location=map_location, weights_only=False)
         except Exception as error:  # a damaged file makes torch, tarfile and pickle raise almost anything
             raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
-
-    def wait_for(self, file: Path) -> None:
-        """Wait until the checkpoint that writes a file has ended; return at once if none does."""
-        for save in list(self.saves):
-            if save is not self._opened and file.absolute() in save.snapshots and not save.ended:
-                self._refuse_children()
-                save.wait()
 
     # --- ending
 
@@ -330,19 +295,18 @@ class CheckpointEngine:
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
-        if self._closed or os.getpid() != self.process:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
         try:
             if self._opened is not None:
                 self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
-            self.wait()
         finally:
-            self._ending.stop()
-            self._ending.join()
-            self._files.close()
-            self._world.close()
+            try:
+                self._files.close()
+            finally:
+                self._world.close()
 
     def _close_at_exit(self) -> None:
         """Close before this process ends: it may host the Store in which other ranks look up how a checkpoint ended."""

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datastates._base import log
-from datastates._base.waiting import Flag
-from datastates._base.workers import Work
-from datastates.adapters import looks
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
+from datastates.files import in_flight, looks
+from datastates.files.transaction import Transaction
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
-from datastates.saving.snapshot import Snapshot, wait_ended
+from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location, folders_of
 
 
@@ -30,6 +29,23 @@ def pending_of(final: Path, room: Path | None = None) -> Pending:
     pending = Pending(hidden(Location((room or final.parent) / final.name)))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
+
+
+def every() -> list[Save]:
+    """The last checkpoints of all engines of this process: one engine may load a checkpoint that another one saves."""
+    return [save for files in in_flight.every() for save in files.saves if isinstance(save, Save)]
+
+
+def wait_for_every() -> None:
+    """Wait for the checkpoints under way of every engine.
+
+    Raises:
+        DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
+        SnapshotAbandonedError: The process that this one was forked from was still saving.
+    """
+    for files in in_flight.every():
+        if any(isinstance(save, Save) for save in files.saves):
+            files.finish()
 
 
 def sweep(root: Path) -> None:
@@ -59,14 +75,16 @@ class _File:
         return Path(self.pending.files[0])
 
 
-class Save:
+class Save(Transaction):
     """One ``save_checkpoint()``: files are captured and written, and get their names once all ranks have written.
 
     The properties and :meth:`wait` are thread-safe. The checkpoint engine calls the other methods, from one thread at a
     time.
     """
 
-    def __init__(self, name: str, tag: str, world: World, root: Path | None = None, *, latest: bool = False) -> None:
+    def __init__(
+        self, name: str, tag: str, world: World, root: Path | None = None, *, latest: bool = False, raises: bool = True
+    ) -> None:
         """Begin without files.
 
         Args:
@@ -75,22 +93,19 @@ class Save:
             world: The ranks.
             root: The folder that DeepSpeed saves in; None if the files lie anywhere.
             latest: Whether the file ``latest`` in that folder will name the tag in the end.
+            raises: Whether its failure will be raised.
         """
+        super().__init__(f"the checkpoint {tag}", self._publish, raises=raises)
         self.tag = tag
         """DeepSpeed's tag."""
         self.root = root
         """The folder that DeepSpeed saves in, absolute; None for files that lie anywhere."""
         self.attempt = world.token(name)
-        self._name = name
+        self._vote = name
         self._latest = root / "latest" if root is not None and latest else None
         self._world = world
         self._files: list[_File] = []
-        self._failure: BaseException | None = None
-        self._ended = Flag()
-        self._to_finish = Work(lambda: None)  # it is finished once
-        self._delivered = False
         self._old_are_gone = False
-        self._looks: looks.UnderWay | None = None
 
     # --- for users
 
@@ -109,92 +124,44 @@ class Save:
         """Seconds that training on this rank waited so far: for copies in ``save_checkpoint()``, and at the gate."""
         return sum(report.stall_seconds for report in self.reports.values())
 
-    @property
-    def ended(self) -> bool:
-        """Whether the checkpoint is complete, with ``latest`` written, or has failed."""
-        return self._ended.is_set()
-
-    @property
-    def exception(self) -> BaseException | None:
-        """Why the checkpoint has failed; None if it has not."""
-        return self._failure
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the checkpoint has ended; False if ``timeout`` seconds pass first."""
-        return self._ended.wait(timeout)
-
     # --- for the checkpoint engine
 
     def add(self, snapshot: Snapshot, pending: Pending, final: Path) -> None:
         """Add a file, which is written in the folder of ``pending``."""
         self._files.append(_File(snapshot, pending, final))
+        self.written.append(snapshot)
 
     def has(self, pending: Pending) -> bool:
         """Whether the file in a folder was added."""
         return any(file.pending is pending for file in self._files)
 
-    def hide(self, *, deletions_need_it: bool) -> None:
-        """From now on, let code of this process that looks at the checkpoint wait for its end.
-
-        Args:
-            deletions_need_it: Whether an older checkpoint may be deleted only once this one is complete. Otherwise it
-                may be deleted once this one has failed, too.
-        """
-        if self.root is None or self._looks is not None:
+    def hide(self) -> None:
+        """Once the checkpoint is under way, let code of this process that looks at it wait for its end."""
+        if self.root is None or self.shown is not None:
             return
-
-        def end() -> BaseException | None:
-            self.wait()
-            return self._failure if deletions_need_it else None
-
         root, folder = (os.path.realpath(path) for path in (self.root, self.root / self.tag))
         known = [os.path.join(os.path.realpath(file.final.parent), file.final.name) for file in self._files]
         named = [] if self._latest is None else [os.path.join(root, self._latest.name)]
-        self._looks = looks.UnderWay(self.tag, root, folder, frozenset(known + named), end)
-        looks.begin(self._looks)
+        self.shown = looks.UnderWay(self.tag, root, folder, frozenset(known + named), self.see)
 
-    def undelivered(self) -> BaseException | None:
-        """The checkpoint's failure at the first call that finds one; else None."""
-        if self._delivered:
-            return None
-        self._delivered = self._failure is not None
-        return self._failure
-
-    def finish(self, given_up: BaseException | None = None) -> None:
-        """Wait until this rank's files are written, and name them together with the other ranks.
-
-        Never raises: a failure becomes :attr:`exception`. Does nothing if it was called before.
-
-        Args:
-            given_up: Why this rank did not add all of its files.
-        """
-        if self._to_finish.take() is None:
-            return
+    def _publish(self, failure: BaseException | None) -> None:
+        """Give the files their names, together with the other ranks."""
         try:
-            with looks.unwatched():
-                self._finish(given_up)
-        except BaseException as error:
-            self._failure = error
+            self._name_together(failure)
+        except BaseException:
             for file in self._files:
                 if self._old_are_gone and file.partial.exists():
                     log.warning("%s is kept: what it was to replace has been removed", file.partial)
                     file.pending.close()
                 else:
                     file.pending.abandon()
-            log.warning("the checkpoint %s has failed: %s", self.tag, error)
-        finally:
-            self._ended.set()
-            if self._looks is not None:
-                looks.end(self._looks)
+            raise
 
-    def _finish(self, given_up: BaseException | None) -> None:
-        errors = [given_up]
-        wait_ended(self.snapshots.values())
-        errors += [snapshot.exception() for snapshot in self.snapshots.values()]
+    def _name_together(self, failure: BaseException | None) -> None:
         replaced: list[_File] = []
-        errors.append(self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists())))
+        looked = self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists()))
         folders = {file.final.parent for file in self._files}
-        if self._agree("written", next(filter(None, errors), None), bool(replaced)):
+        if self._agree("written", failure or looked, bool(replaced)):
             # otherwise a crash between two renames would leave a mixture of two checkpoints
             self._agree("cleared", self._attempt(lambda: self._remove_old(folders)))
             self._old_are_gone = True
@@ -229,13 +196,13 @@ class Save:
 
         def decide(votes: dict[int, bytes]) -> bytes:
             if publish and self._latest is not None:
-                _publish(self._latest, self.tag)
+                _write_latest(self._latest, self.tag)
             return max(votes.values())
 
-        return settle(self._world, f"{self._name}/{stage}", error, b"1" if flag else b"0", decide) == b"1"
+        return settle(self._world, f"{self._vote}/{stage}", error, b"1" if flag else b"0", decide) == b"1"
 
 
-def _publish(latest: Path, tag: str) -> None:
+def _write_latest(latest: Path, tag: str) -> None:
     """Let ``latest`` name a tag, atomically: whatever happens, it names the old tag or the new one."""
     # who counts the folders beside ``latest`` counts checkpoints
     pending = pending_of(latest, latest.parent / tag)

@@ -6,15 +6,15 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from datastates.adapters.torch_files import FileSettings
 from datastates.config import from_environment
 from datastates.errors import SettingsError
+from datastates.files.settings import FolderSettings
 
 ENTRY = "datastates_ckpt"
 
 
-class DeepSpeedSettings(FileSettings):
-    """Settings of DeepSpeed's checkpoints: fields of :class:`~datastates.adapters.torch_files.FileSettings`, and more.
+class DeepSpeedSettings(FolderSettings):
+    """Settings of DeepSpeed's checkpoints: fields of :class:`~datastates.files.settings.FolderSettings`, and more.
 
     In the JSON file, ``true``, ``null`` and ``{}`` mean the defaults.
     """
@@ -22,11 +22,6 @@ class DeepSpeedSettings(FileSettings):
     enabled: bool = Field(True, description="false: save as DeepSpeed's own torch engine does, without this package.")
     host_cache_size: float | None = Field(
         None, gt=0, description="GiB of host memory that checkpoints stream through; in the place of host_cache."
-    )
-    rank_timeout: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds that a rank waits for the others to have written; then it names the missing.",
     )
 
     @model_validator(mode="before")

@@ -12,27 +12,22 @@ import torch
 from typing_extensions import Unpack
 
 from datastates._base.sizes import LARGE_RECORD
-from datastates._base.workers import Work
-from datastates.adapters import looks
 from datastates.adapters.lightning import asking
 from datastates.adapters.shared import torch_loads
-from datastates.adapters.shared.guarded import Lazy, unguarded_storages
+from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.adapters.torch_files import (
-    FileOptions,
-    FileSettings,
-    TorchFiles,
-    wait_for_all,
-)
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.errors import StorageError
+from datastates.files import looks
+from datastates.files.in_flight import wait_for_all
+from datastates.files.settings import FileOptions, FileSettings
+from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot, has_ended
 from datastates.state import arrays, storages
-from datastates.storage import folders_of, location
-from datastates.storage.location import Location
+from datastates.storage import Location, folders_of, location
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -84,7 +79,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         Args:
             lazy: Given the key of a tensor in Lightning's checkpoint, such as ``state_dict/layer.weight``, and the
                 tensor, whether only an optimizer step changes it. By default chosen as told above.
-            **options: Fields of :class:`~datastates.adapters.torch_files.FileSettings`.
+            **options: Fields of :class:`~datastates.files.settings.FileSettings`.
 
         Raises:
             SettingsError: An option is unknown or its value is invalid; the message names it.
@@ -151,11 +146,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             tier_of(home).sweep(HIDDEN)
         pending = Pending(hidden(home / final.name))
         partial = pending.file(final.name)
-        ending = Work(lambda: None)  # who takes it ends the checkpoint: by its name, or as interrupted
 
-        def name(failure: BaseException | None) -> None:
-            if ending.take() is None:
-                return
+        def publish(failure: BaseException | None) -> None:
             try:
                 if failure is not None:
                     raise failure
@@ -163,15 +155,13 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             finally:
                 pending.abandon()
 
-        try:
+        save = self.files.transaction(_called(final), publish)
+        save.shown = looks.whole(final, save.see)
+        with self.files.ending(save, pending, alone=True):
             pending.begin()
-            snapshot = self.files.write("checkpoint", checkpoint, Path(partial), self.lazy or _guarded())
-            self.snapshots = {p: s for p, s in self.snapshots.items() if not has_ended(s)} | {final: snapshot}
-            self.files.then(_called(final), [snapshot], name, final=final)
-        except BaseException:
-            if ending.take() is not None:
-                self.files.give_up(pending)
-            raise
+            save.written.append(self.files.write("checkpoint", checkpoint, partial, self.lazy or _guarded()))
+            in_flight = {path: one for path, one in self.snapshots.items() if not has_ended(one)}
+            self.snapshots = in_flight | {final: save.written[0]}
 
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None

@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from typing_extensions import Unpack
 
 from datastates.adapters.lightning import asking
-from datastates.adapters.shared.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.shared.folders import FolderCheckpoints, refuse_to_attach
 from datastates.adapters.shared.tried import warn_of_untried
+from datastates.files.settings import FolderOptions, FolderSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
 
@@ -28,7 +29,7 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
 
     Args:
         strategy: The strategy, before it is given to the ``Trainer``. On several ranks, all must attach.
-        **options: Fields of :class:`~datastates.adapters.shared.folders.FolderSettings`.
+        **options: Fields of :class:`~datastates.files.settings.FolderSettings`.
 
     Returns:
         The checkpoints that the strategy begins, with their snapshots.

@@ -11,37 +11,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from pydantic import Field
 
 from datastates._base import log
-from datastates._base.workers import Work
-from datastates.adapters import looks
 from datastates.adapters.shared import naming, small_files
-from datastates.adapters.shared.guarded import Lazy
 from datastates.adapters.shared.sharded_folders import ShardedFolders
 from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
-from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, wait_for_all
 from datastates.commit.names import hidden
 from datastates.commit.pending import Pending
-from datastates.errors import CommitError
+from datastates.files import looks
+from datastates.files.in_flight import wait_for_all
+from datastates.files.settings import FolderSettings
+from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot, has_ended
 from datastates.storage import Location
-
-
-class FolderSettings(FileSettings):
-    """Settings of checkpoint folders: as :class:`~datastates.adapters.torch_files.FileSettings`, and one more."""
-
-    rank_timeout: float = Field(
-        600.0, gt=0, description="Seconds that a rank waits for the others to have written; then it names the missing."
-    )
-
-
-class FolderOptions(FileOptions, total=False):
-    """The fields of :class:`FolderSettings` as keyword arguments, for type checkers."""
-
-    rank_timeout: float
 
 
 class FolderCheckpoints:
@@ -111,10 +95,7 @@ class FolderCheckpoints:
         looks.finish(target)  # this checkpoint replaces the contents that the folder has then
         pending = Pending(hidden(Location(room / target.name)), world.token(name))
         staged = Path(pending.directory / target.name)
-        snapshots: list[Snapshot] = []
         before: naming.Contents = {}
-        spoiled: Exception | None = None
-        locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
@@ -128,8 +109,7 @@ class FolderCheckpoints:
 
         def end(failure: BaseException | None) -> None:
             try:
-                failure = spoiled or failure or _synced(staged.parent)
-                settle(world, f"{name}/end", failure, b"", publish)
+                settle(world, f"{name}/end", failure or _synced(staged.parent), b"", publish)
             except BaseException:
                 if world.rank == 0:
                     with contextlib.suppress(OSError):  # the next run removes the rest
@@ -137,40 +117,30 @@ class FolderCheckpoints:
                 raise
             finally:
                 self._under_way.discard(final)
-                locked.close()
+                pending.close()  # its lock said that the folder is not abandoned
 
-        ending = Work(lambda: None)  # who takes it lets the checkpoint end: as it should, or as interrupted
-
-        def end_unless_interrupted(failure: BaseException | None) -> None:
-            if ending.take() is not None:
-                end(failure)
-
-        what = f"the checkpoint {final}"
+        save = self.files.transaction(f"the checkpoint {final}", end)
         failed = list[OSError]() if self.files.settings.on_error == "warn" else None
         self._under_way.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(map(has_ended, s))}
-        self.snapshots = in_flight | {final: snapshots}
+        self.snapshots = in_flight | {final: save.written}
         try:
-            with looks.unwatched(), small_files.collected(final, failed):
-                locked.callback(pending.close)
-                pending.begin()
-                naming.refuse(target)
-                staged.mkdir(exist_ok=True)
-                if world.rank == 0:
-                    before = naming.contents(target)
-            whole = meets and world.size > 1
-            if not failed or whole:
-                with small_files.written(staged, final, failed, whole=whole):
-                    write(staged, snapshots)
-            if failed:
-                raise failed[0]
-            older = None if retain is None else naming.numbered(target.name)
-            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older, room=room)
-        except BaseException as error:  # the other ranks must not wait for this one
-            if ending.take() is not None:
-                # an interrupt must not be raised again later
-                spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
-                self.files.then(what, [*snapshots, *self.files.under_way(staged.parent)], end)
+            with self.files.ending(save, pending):
+                with looks.unwatched(), small_files.collected(final, failed):
+                    pending.begin()
+                    naming.refuse(target)
+                    staged.mkdir(exist_ok=True)
+                    if world.rank == 0:
+                        before = naming.contents(target)
+                whole = meets and world.size > 1
+                if not failed or whole:
+                    with small_files.written(staged, final, failed, whole=whole):
+                        write(staged, save.written)
+                if failed:
+                    raise failed[0]
+                older = None if retain is None else naming.numbered(target.name)
+                save.shown = looks.whole(target, save.see, older, room)
+        except OSError as error:
             if not failed or error is not failed[0]:
                 raise
         if needed is not None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from datastates.files.torch_files import Lazy
 from datastates.providers.modules.changes import changing
 from datastates.state import storages
-
-Lazy = Callable[[str, torch.Tensor], bool]
-"""Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
 
 
 def unguarded_storages(module: torch.nn.Module, optimizers: Sequence[Any] = ()) -> frozenset[int]:

@@ -10,10 +10,9 @@ import pytest
 
 import datastates as ds
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.adapters.shared.folders import FolderOptions, FolderSettings
-from datastates.adapters.torch_files import FileOptions, FileSettings
 from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError, StorageError
+from datastates.files.settings import FileOptions, FileSettings, FolderOptions, FolderSettings
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) 
 def test_the_documented_tables_are_the_models() -> None:
     """Every setting has a row: its default, its variable, what it does, and a reason to set it."""
     from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-    from datastates.adapters.torch_files import FileSettings
+    from datastates.files.settings import FileSettings
 
     text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
     rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| `")]

@@ -241,7 +241,8 @@ def by_dcp(folder: Path, name: str) -> None:
 def as_folder(folder: Path, name: str) -> None:
     """As accelerate's and the Trainer's."""
     pytest.importorskip("torch")
-    from datastates.adapters.shared.folders import FolderCheckpoints, FolderSettings
+    from datastates.adapters.shared.folders import FolderCheckpoints
+    from datastates.files.settings import FolderSettings
 
     folders = FolderCheckpoints(FolderSettings.of({}), "test")
     try:

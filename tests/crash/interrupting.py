@@ -140,7 +140,8 @@ class Calls:
     def folder(self) -> object:
         import torch
 
-        from datastates.adapters.shared.folders import FolderCheckpoints, FolderSettings
+        from datastates.adapters.shared.folders import FolderCheckpoints
+        from datastates.files.settings import FolderSettings
         from datastates.saving.snapshot import Snapshot
 
         def make() -> tuple[Any, Callable[[], object]]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates.adapters.torch_files import FileSettings, TorchFiles
 from datastates.container import file
+from datastates.files.settings import FileSettings
+from datastates.files.torch_files import TorchFiles
 from datastates.formats import hugging_face, own, trainer
 from datastates.formats.recognise import recognise
 from datastates.storage import Location

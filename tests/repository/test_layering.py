@@ -28,6 +28,7 @@ ORDER = [
     {"formats"},
     {"schedule"},  # when to save
     {"exporting"},
+    {"files"},  # files under a framework
     {"api", "checkpointer"},
     {"protocol", "cli"},
     {"__init__", "__main__"},
@@ -74,12 +75,13 @@ PURE = {
 }
 """Names of ``os`` that do not touch files."""
 NO_CHECKPOINTS = {
+    "files.looks": "stands in for the calls by which others look, and makes none for itself",
     "executor.timeline": "writes a trace to the path that the user gives",
     "cli.output": "keeps the interpreter from writing to a closed pipe",
     "container.pickle_policy": "makes the paths that are part of a state",
 }
 KNOW_CUDA = {
-    "adapters.looks": "names a module of torch that starts programs",
+    "files.looks": "names a module of torch that starts programs",
     "demo.torch_gpt": "a user's program",
 }
 """The modules beside ``state.devices`` that know a kind of accelerator."""
@@ -90,6 +92,8 @@ FACES = {
     "saving.snapshot",
 }
 """They make a ``pathlib.Path`` for users of a location, and do no more with it."""
+NAMES, ROOMS = 145, 15
+"""The most names of other packages that ``adapters`` may use, and the most packages; each change lowers them."""
 LINES = 400
 LONG = {
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
@@ -158,10 +162,16 @@ def test_imports_go_down_only(module: str) -> None:
             assert package in PROVIDERS, f"{module} imports {target}"
             continue
         if package == "providers":
-            assert own in ("adapters", "testing", "demo", "api"), f"{module} imports {target}"
+            assert own in ("adapters", "testing", "demo", "api", "files"), f"{module} imports {target}"
             continue
         assert package in LEVEL, f"{module} imports {target}, which has no place in ORDER"
         assert LEVEL[package] < LEVEL[own], f"{module} imports {target}, which is not below it"
+
+
+def test_adapters_use_few_names_of_few_packages() -> None:
+    of_adapters = (used for m in MODULES if _package(m) == "adapters" for used in _ours(m))
+    names = {(target, name) for target, name, _ in of_adapters if _package(target) != "adapters"}
+    assert (len(names) <= NAMES, len({_package(target) for target, _ in names}) <= ROOMS) == (True, True), sorted(names)
 
 
 def test_every_package_has_its_place_and_says_what_it_is() -> None:

@@ -107,7 +107,7 @@ UNSEEN = 20 if sys.version_info >= (3, 12) else 0
 """So many calls of functions in C does Python 3.11 not tell of, for which the table is, and newer ones do."""
 
 _PACKAGE = str(Path(ds.__file__).parent)
-_HOOKS = str(Path(_PACKAGE, "adapters"))
+_HOOKS = tuple(str(Path(_PACKAGE, package)) for package in ("adapters", "files"))
 """What another test has hooked into calls of the system stays for the rest of the process."""
 _STORAGE = {
     *("close", "fdatasync", "fstat", "fstatvfs", "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open"),

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base import log
-from datastates.adapters.deepspeed import binding, engines
+from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
 from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
+from datastates.adapters.deepspeed.save import wait_for_every
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.errors import RestoreError
 from datastates.executor.make import make_executor
@@ -65,7 +66,7 @@ def load_checkpoint(
     location.refuse_address(load_dir)
     ours = binding.engine_of(engine)
     settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
-    engines.wait()
+    wait_for_every()
     gate.pass_all()  # loading overwrites the training state: pending snapshots capture it first
     with contextlib.ExitStack() as closing:
         world = world_of(None, None, Location("deepspeed-load"), settings.rank_timeout)

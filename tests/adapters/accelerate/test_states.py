@@ -17,8 +17,8 @@ from short import first
 
 from datastates import _native
 from datastates._base import faults
-from datastates.adapters import looks
 from datastates.errors import CommitError, SettingsError, StorageError
+from datastates.files import looks
 
 torch = pytest.importorskip("torch")
 load_file = pytest.importorskip("safetensors.torch").load_file

@@ -17,8 +17,8 @@ from by_path import module_at
 from hold import held
 
 from datastates import _native
-from datastates.adapters import looks
-from datastates.adapters.torch_files import TorchFiles
+from datastates.files import looks
+from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -114,7 +114,7 @@ def see(loops: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for name, loop in loops.items():
             folder = tmp_path / name / "run" / "step"
             folder.parent.mkdir(parents=True)
-            with held("sync", until=(TorchFiles, "_see")) if name == "ours" else contextlib.nullcontext():
+            with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
                 loop.accelerator.save_state(folder)
                 seen.append(look(folder))
         assert seen[0] == seen[1]
@@ -129,14 +129,14 @@ def test_who_looks_sees_what_accelerate_leaves(look: str, see: Callable[..., Non
 
 def test_other_objects_of_the_program_find_it(training: ModuleType, loops: dict[str, Any], tmp_path: Path) -> None:
     loop, folder = loops["ours"], tmp_path / "one"
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         loop.accelerator.save_state(folder)
         loop.accelerator.save({"a": 1}, folder / "more.pt")
     assert {"more.pt", "model.safetensors"} <= set(names(folder))
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         loop.accelerator.save_state(tmp_path / "two")
         loop.accelerator.save_model(loop.net, tmp_path / "two")
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         loop.accelerator.save_state(tmp_path / "three")
         assert again(training, tmp_path / "three") == 2
 
@@ -159,7 +159,7 @@ def test_of_two_saves_to_one_folder_the_later_stays(loops: dict[str, Any], tmp_p
     found = []
     for name, loop in loops.items():
         folder = tmp_path / name
-        with held("sync", until=(TorchFiles, "_see")) if name == "ours" else contextlib.nullcontext():
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
             loop.accelerator.save_state(folder)
             loop.forward()
             loop.update()
@@ -178,7 +178,7 @@ def test_a_loop_that_saves_and_then_counts_finds_what_accelerate_keeps(
     for name in ("stock", "ours"):
         loop = training.Loop(tmp_path / name, lazy=name == "ours", total_limit=limit)
         root = tmp_path / name / "checkpoints"
-        with held("sync", until=(TorchFiles, "_see")) if name == "ours" else contextlib.nullcontext():
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
             for number in range(2 if limit is None else 1):
                 loop.accelerator.project_configuration.iteration = number
                 loop.accelerator.save_state()
@@ -198,7 +198,7 @@ def test_who_looks_at_the_project_sees_what_accelerate_leaves(look: str, trainin
     seen = []
     for name in ("stock", "ours"):
         loop = training.Loop(tmp_path / name, lazy=name == "ours")
-        with held("sync", until=(TorchFiles, "_see")) if name == "ours" else contextlib.nullcontext():
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
             loop.accelerator.save_state()
             seen.append(looking(tmp_path / name))
         loop.accelerator.end_training()

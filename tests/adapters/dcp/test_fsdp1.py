@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 from datastates.adapters.shared.sharded_folders import ShardedFolders
-from datastates.adapters.shared.folders import FolderSettings
+from datastates.files.settings import FolderSettings
 from hold import GATE, held
 
 class Mixed(nn.Module):

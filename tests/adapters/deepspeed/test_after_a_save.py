@@ -9,7 +9,7 @@ import pytest
 
 SEEN = """
 import shutil, subprocess
-from datastates.adapters.deepspeed import Save
+from datastates.files.transaction import Transaction
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32
 
 root = Path(sys.argv[1])
@@ -49,7 +49,7 @@ for name, entry in (("torch", TORCH), ("ours", OURS)):
         trained.save_checkpoint(folder, tag="old", client_state={"step": -1})
         if name == "ours":
             ours(trained).wait()
-        with held("sync", until=(Save, "wait")) if name == "ours" else contextlib.nullcontext():
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
             trained.save_checkpoint(folder, tag="tag", client_state={"step": number})
             seen[name, what] = look(folder)
     for number in range(2):  # a loop that counts folders, and keeps one

@@ -72,7 +72,7 @@ def run(
     def one(world: BoardWorld) -> BaseException | None:
         save = saves.Save(name, tag(world.rank), world, folder, latest=True)
         give(save, folder / save.tag / f"rank-{world.rank}.pt", value)
-        save.finish()
+        save.end()
         failure: BaseException | None = save.undelivered()
         return failure
 
@@ -130,7 +130,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
     try:
         give(save, tmp_path / "tag" / "a.pt", 1)
         give(save, tmp_path / "tag" / "b.pt", 1)
-        save.finish()
+        save.end()
     finally:
         _native.clear_faults()
     assert isinstance(save.undelivered(), StorageError)
@@ -166,7 +166,7 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
     imported = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep"
     code = f"{imported}; sweep(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
-    save.finish()
+    save.end()
     assert save.undelivered() is None
     assert names(tmp_path) == ["latest", "tag/a.pt"]
 
@@ -182,7 +182,7 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
     monkeypatch.setattr(LocalStore, "create", create_beside_another_run)
     save = saves.Save("save/0", "tag", SoloWorld(), tmp_path, latest=True)
     give(save, tmp_path / "tag" / "a.pt", 1)
-    save.finish()
+    save.end()
     assert save.undelivered() is None
     assert (tmp_path / "latest").read_text() == "tag"
     assert beside == ["tag"], "who counts folders takes it for a checkpoint"
@@ -195,7 +195,7 @@ def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_p
     save = saves.Save("save/0", "tag", SoloWorld())
     file = tmp_path / "tag" / "a.pt"
     give(save, file, 1)
-    save.finish()
+    save.end()
     assert own.has_ending(file)
     good = file.read_bytes()
     for at in (good.rindex(b"datastates/"), good.index(b"chunk_crc"), len(good) - 2):

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from datastates._base import faults
-from datastates.adapters import looks
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import RestoreError
+from datastates.files import looks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from hold import GATE, held

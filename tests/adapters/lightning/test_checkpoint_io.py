@@ -18,9 +18,9 @@ from hold import GATE, held
 
 from datastates import _native
 from datastates._base import faults
-from datastates.adapters import looks
-from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
+from datastates.files import looks
+from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
 
@@ -135,7 +135,7 @@ def test_what_is_removed_stays_until_what_came_after_is_there(
     state = {"state_dict": {"w": torch.arange(1 << 20)}}
     io.save_checkpoint(state, first)
     io.files.wait()
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         io.save_checkpoint(state, second)
         io.remove_checkpoint(first)
         with looks.unwatched():

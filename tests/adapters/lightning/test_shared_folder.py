@@ -21,7 +21,7 @@ def test_a_checkpoint_under_way_survives_another_runs_first_save(
 ) -> None:
     go = threading.Event()
     io.files.begin()
-    io.files.then("what comes before", None, lambda _: go.wait())
+    io.files.put(io.files.transaction("what comes before", lambda _: go.wait()))
     io.save_checkpoint(STATE, tmp_path / "one.ckpt")  # it gets its name only after that
     other = training.DataStatesCheckpointIO(**training.OPTIONS)
     other.save_checkpoint(STATE, tmp_path / "other.ckpt")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hold import held
 
-from datastates.adapters import looks
-from datastates.adapters.torch_files import TorchFiles
+from datastates.files import looks
+from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -186,7 +186,7 @@ def test_a_fit_that_nobody_looks_at_does_not_wait(
             there.append(bool(list(tmp_path.glob("*.ckpt"))))
 
     training.quiet()
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         training.trainer(tmp_path, training.BATCHES + 1, io, Look()).fit(training.Module(), training.data())
     assert there == [False, True]
     assert not [line for line in caplog.messages if "waiting for" in line]

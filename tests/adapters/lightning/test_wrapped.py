@@ -11,8 +11,8 @@ import pytest
 from hold import held
 
 from datastates import _native
-from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import StorageError
+from datastates.files.torch_files import TorchFiles
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")

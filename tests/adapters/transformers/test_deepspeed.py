@@ -62,7 +62,7 @@ sys.path[:0] = {[str(HERE), str(HERE.parents[1] / "support")]!r}
 from pathlib import Path
 from hold import held
 from training import get_last_checkpoint, losses, trainer, transformers
-from datastates.adapters.deepspeed import Save
+from datastates.files.transaction import Transaction
 
 folder, limit, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 zero = {ZERO!r} | {{"zero_optimization": {{"stage": 1}}, "bf16": {{"enabled": True}}}}
@@ -82,7 +82,7 @@ class Look(transformers.TrainerCallback):
 made = trainer(folder, 8, deepspeed=zero, use_cpu=True, bf16=True, save_total_limit=limit, save_steps=2)
 if "looking" in mode:
     made.add_callback(Look())
-with held("sync", until=(Save, "wait")) if "stock" not in mode else contextlib.nullcontext():
+with held("sync", until=(Transaction, "see")) if "stock" not in mode else contextlib.nullcontext():
     made.train()
 seen.append(names(folder))
 again = trainer(folder, 10, deepspeed=zero, use_cpu=True, bf16=True)

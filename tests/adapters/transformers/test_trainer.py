@@ -19,10 +19,10 @@ from by_path import module_at
 from hold import GATE, held
 
 from datastates import _native
-from datastates.adapters import looks
 from datastates.commit.names import LOCK
 from datastates.commit.pending import Pending, is_begun
 from datastates.errors import SettingsError, StorageError
+from datastates.files import looks
 from datastates.storage import Location
 from datastates.testing.equality import difference
 
@@ -348,7 +348,7 @@ def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_pat
     class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             checkpoints.files.begin()
-            checkpoints.files.then("what comes before", None, lambda _: go.wait())
+            checkpoints.files.put(checkpoints.files.transaction("what comes before", lambda _: go.wait()))
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
             with looks.unwatched():

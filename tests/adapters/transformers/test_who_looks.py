@@ -14,8 +14,8 @@ import pytest
 from by_path import module_at
 from hold import held
 
-from datastates.adapters import looks
-from datastates.adapters.torch_files import TorchFiles
+from datastates.files import looks
+from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -118,7 +118,7 @@ def test_a_run_without_such_a_callback_does_not_wait(training: ModuleType, tmp_p
                 there.append((tmp_path / "checkpoint-2").exists())
 
     made.add_callback(Watch())
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         made.train()
     assert there == [False, True]
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
@@ -346,5 +346,5 @@ def test_a_callback_that_uploads_finds_all_files(look: Look, training: ModuleTyp
 
         return Uploading()
 
-    with held("sync", until=(TorchFiles, "_see")):
+    with held("sync", until=(Transaction, "see")):
         look.run(None, make)

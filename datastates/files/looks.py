@@ -20,11 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import torch
 
 from datastates._base import log
 from datastates.errors import CommitError
@@ -67,16 +64,21 @@ class UnderWay:
 
 
 def whole(
-    final: Path,
+    final: os.PathLike[str],
     end: Callable[[], BaseException | None],
     older: re.Pattern[str] | None = None,
-    room: Path | None = None,
+    room: os.PathLike[str] | None = None,
 ) -> UnderWay:
     """Describe a checkpoint that is a file, or a folder that is absent until complete. See :class:`UnderWay`."""
-    real = os.path.join(os.path.realpath(final.parent), final.name)
-    return UnderWay(
-        final.name, real, real, frozenset({real}), end, older, None if room is None else os.path.realpath(room)
-    )
+    real = _real(final)
+    hidden_in = None if room is None else os.path.realpath(room)
+    return UnderWay(os.path.basename(real), real, real, frozenset({real}), end, older, hidden_in)
+
+
+def _real(path: os.PathLike[str]) -> str:
+    """A path whose folder is without links."""
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 _Concerns = Callable[[UnderWay, str], bool]
@@ -104,9 +106,9 @@ def end(checkpoint: UnderWay) -> None:
         _under_way = tuple(other for other in _under_way if other is not checkpoint)
 
 
-def finish(final: Path) -> None:
+def finish(final: os.PathLike[str]) -> None:
     """Wait for the end of every checkpoint whose final path this is."""
-    real = os.path.join(os.path.realpath(final.parent), final.name)
+    real = _real(final)
     for checkpoint in _under_way:
         if real in checkpoint.files:
             checkpoint.end()
@@ -124,6 +126,8 @@ def unwatched() -> Iterator[None]:
 
 
 def _install() -> None:
+    import torch
+
     os.register_at_fork(after_in_child=_forget)
     for name in _STATS:
         stock = getattr(os, name)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from datastates.adapters import looks
 from datastates.errors import CommitError
+from datastates.files import looks
 
 Look = Callable[[Path], object]
 

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save  # noqa: E402
 
-from datastates.adapters.torch_files import FileSettings, TorchFiles  # noqa: E402
+from datastates.files.settings import FileSettings  # noqa: E402
+from datastates.files.torch_files import TorchFiles  # noqa: E402
 from datastates.saving import gate  # noqa: E402
 from datastates.saving.snapshot import Snapshot  # noqa: E402
 
@@ -104,7 +105,9 @@ def test_a_forked_child_does_not_wait_for_the_files_of_its_parent(files: TorchFi
     with held():
         files.begin()
         snapshot = files.write_tensors({"a": torch.ones(1 << 20)}, tmp_path / "f", PT, lambda *_: True)
-        files.then("f", [snapshot], lambda error: None)
+        save = files.transaction("f", lambda error: None)
+        save.written.append(snapshot)
+        files.put(save)
         if (child := os.fork()) == 0:
             try:
                 files.wait()
