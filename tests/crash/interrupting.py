@@ -197,8 +197,9 @@ class Calls:
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        # one more of the threads that finish snapshots may have been started for a call that was interrupted
-        threads = [t.name for t in threading.enumerate() if t.name != "datastates_1"]
+        # started for a call that was interrupted, and idle: one more that finishes snapshots, one that tells the others
+        idle = "datastates_1", "datastates-aside_0"
+        threads = [t.name for t in threading.enumerate() if t.name not in idle]
         return {"files": sorted(names), "threads": sorted(threads)}
 
 
