@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from datastates.state import arrays, laziness, subclasses
+from datastates.state import laziness, subclasses
+from datastates.state.destinations import Destinations
 from datastates.state.known_layout import Describer, Known
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import HOST, Shard, Shards
@@ -89,7 +90,7 @@ class ArraysProvider(StateProvider):
             missing=[key for key in tensors if key not in found],
             unexpected=sorted([*listed.difference(tensors), *saved.objects()]),
         )
-        return arrays.Destinations(list(found), list(found.values()))
+        return Destinations(list(found), list(found.values()))
 
 
 class GpuTensorProvider(ArraysProvider):

@@ -113,9 +113,13 @@ class StoredRows(Mapping[str, Row]):
             row = self._made[key] = self._index.shards.row(self._number[key])
         return row
 
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys have a row."""
-        return all(map(self._number.__contains__, keys))
+    def numbers(self, keys: Sequence[str]) -> tuple[I64, I64]:
+        """For each of these keys that has a row: its number among them, and its row's number in the table."""
+        if keys == self.keys_in_order:
+            return np.arange(len(keys)), self._numbers
+        found = [(i, number) for i, key in enumerate(keys) if (number := self._number.get(key)) is not None]
+        which, rows = np.array(found, np.int64).reshape(-1, 2).T
+        return which, rows
 
     def make(self, keys: Sequence[str]) -> None:
         """Make the row objects of these keys at once, which is cheaper than one by one; skips keys without a row."""
@@ -173,5 +177,5 @@ class StoredRows(Mapping[str, Row]):
         return dict(zip(self.keys_in_order, self.names, strict=True))
 
     def names_of(self, keys: Sequence[str]) -> Sequence[str]:
-        """For each of these keys, the name of its place, as in :attr:`names`."""
-        return keys if self.names is self.keys_in_order else [self._name[key] for key in keys]
+        """For each of these keys, the name of its place, as in :attr:`names`; a key without a row stays as it is."""
+        return keys if self.names is self.keys_in_order else [self._name.get(key, key) for key in keys]

@@ -48,7 +48,7 @@ class Ranges:
         offset, nbytes: File offset and length of each range.
         pointer, device, stream: The destination of each range, as in :class:`~datastates.state.shards.Buffer`.
         whole: Whether each range is a whole array, which is always verified.
-        key: The full key of the array that each range belongs to. A range that is a whole array needs none.
+        key: The full key of the array that each range belongs to. A whole array of a file with checksums needs none.
     """
 
     offset: U64

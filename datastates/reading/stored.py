@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import U64
+from datastates._base.columns import I64, U64
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
 from datastates.commit.catalog import Catalog
@@ -263,17 +263,28 @@ class Stored:
             for rank in self.holders(like.key, part):
                 asked.setdefault(rank, []).append(number)
         self.open_containers(asked)
-        held, keys = [], {}
+        held: list[Held] = []
+        keys = {}
         for rank in sorted(asked.keys() - self.lost.keys()):
             source, numbers = self._opened[rank], tuple(asked[rank])
             if numbers not in keys:  # most containers have parts of the same tensors
                 keys[numbers] = AskedKeys([wanted[number][0].key for number in numbers])
             which, row = source.shards.by_key.rows(keys[numbers])
-            held.append(Held(source, np.array(numbers)[which], row))
+            held += self.placed(source, np.array(numbers)[which], row)
         return Found([like for like, _ in wanted], held)
 
+    def placed(self, container: Container, part: I64, row: I64) -> list[Held]:
+        """Where the bytes of a container's rows lie: the rows' numbers in the files, which are the container itself.
+
+        Args:
+            container: The container.
+            part: For each row, the number of the wanted part that it may share elements with.
+            row: The number of each row in the container's table.
+        """
+        return [Held(container, part, row)]
+
     def at(self, container: Container, row: Row) -> FoundRow:
-        """Where the bytes of a container's row lie: the file and its row, which are the container and the row."""
+        """Where the bytes of one row of a container lie, as :meth:`placed` tells for several."""
         return container, row
 
     def holders(self, full: str, part: Part) -> list[int]:

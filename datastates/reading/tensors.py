@@ -11,8 +11,8 @@ import numpy as np
 
 from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.part_columns import form, forms
 from datastates.container.pickle_reader import Trust
-from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError
 from datastates.reading.read_queue import Source

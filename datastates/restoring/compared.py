@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
+
+from datastates._base.columns import I64, Bools
 from datastates.commit.claims import key_hash
 from datastates.container.table import Row
 from datastates.errors import ProviderError
 from datastates.reading.casting import Cast, are_convertible, can_cast
-from datastates.reading.gathering import gather
+from datastates.reading.matching import Live, match
 from datastates.reading.reads import Reads
-from datastates.reading.tensors import FoundRow, Tensors
+from datastates.reading.tensors import Found, FoundRow, Held, Tensors
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state import arrays, memory
-from datastates.state.arrays import Destinations
+from datastates.state.destinations import Destinations
 from datastates.state.parts import uncovered
-from datastates.state.shards import Shard, full_key, keys_of, objects_of
+from datastates.state.shards import Described, Shard, full_key, keys_of
 
 
 class Compared(ABC):
@@ -53,11 +55,22 @@ class Compared(ABC):
         self._request = request
         self._stored = stored
         self._asked: Sequence[str] = ()
-        self._shards: Sequence[Shard] = []
+        self._given: Sequence[Shard] = ()  # the arrays that it asked for, and perhaps objects after them
+        self._made: dict[int, Shard] = {}  # those of them that needed an object, by number
+        self._restored: Sequence[int] = ()
 
     @abstractmethod
     def find(self, key: str) -> Row | None:
         """Find a row with any part of a stored array, by the array's key within the provider; None if there is none."""
+
+    def find_each(self, keys: Sequence[str]) -> Sequence[Row | None]:
+        """Find a row of each of several arrays; see :meth:`find`."""
+        return [self.find(key) for key in keys]
+
+    def near(self, keys: Sequence[str]) -> Sequence[Held]:
+        """Rows of some arrays that are known without a look-up; their parts are numbers in ``keys``."""
+        del keys
+        return []
 
     def stored_key(self, key: str) -> str:
         """The full key that a live array has in the checkpoint, given its key within the provider."""
@@ -83,11 +96,10 @@ class Compared(ABC):
         """Select a provider's destinations by their keys. All objects stay: their contents are pruned later."""
         if self.cut is None:
             return shards
-        kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
         if not isinstance(shards, Destinations):
-            return kept
-        some = [shard for shard in kept if not shard.is_object]
-        return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
+            return [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
+        kept = [i for i, key in enumerate(shards.keys) if self.cut.keeps(key)]
+        return Destinations([shards.keys[i] for i in kept], [shards.values[i] for i in kept], shards.objects)
 
     def plan(self, shards: Sequence[Shard], reads: Reads) -> dict[str, object]:
         """Queue the reads of all arrays that can be restored, and record which cannot, and why.
@@ -102,42 +114,88 @@ class Compared(ABC):
         Raises:
             ProviderError: A destination is an array that the checkpoint does not hold.
         """
-        self._shards = restored = []
-        elsewhere: list[tuple[Row, Shard]] = []  # whose file must be looked up, or holds other parts
+        self._given = shards if isinstance(shards, Described) else [shard for shard in shards if not shard.is_object]
         self._asked = keys_of(shards)
-        several = {key for key, count in Counter(self._asked).items() if count > 1}
-        for shard in shards:
-            if shard.is_object:
-                continue
-            row = self.find(shard.key)
+        taken = self._match_tensors(reads)
+        if rest := np.flatnonzero(~taken).tolist():
+            taken[self._match_shards(self._checked(rest), reads)] = True
+        self._restored = np.flatnonzero(taken).tolist()
+        return dict(zip(map(self._asked.__getitem__, self._restored), self.rewritten, strict=True))
+
+    def _checked(self, numbers: Sequence[int]) -> list[tuple[int, Row, Shard]]:
+        """Compare arrays one by one, and report those that cannot be restored.
+
+        Returns:
+            For each array of these numbers that can be: its number, any row of its tensor, and its shard.
+        """
+        checked: list[tuple[int, Row, Shard]] = []
+        for i, row in zip(numbers, self.find_each([self._asked[i] for i in numbers]), strict=True):
+            shard = self._made[i] = self._given[i]
             if row is None:
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
             if (flaw := arrays.flaw(shard)) is not None:
                 raise ProviderError(f"destinations() gave {full_key(self.name, shard.key)!r}, which {flaw}")
             found = difference(row, shard)
-            is_cast = found is not None and self._request.cast and can_cast(row, shard)
-            if found is not None and not is_cast:
+            if found is not None and not (self._request.cast and can_cast(row, shard)):
                 self.report(mismatched={shard.key: found + self._remedy(row, shard)})
-            elif not is_cast and shard.key not in several and (held := self._held(row, shard)) is not None:
-                reads.add(*held, shard)
-                restored.append(shard)
             else:
-                elsewhere.append((row, shard))
-        every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
-        gathered = gather(every, elsewhere, reads)
-        for i, (_, shard) in enumerate(elsewhere):
-            if not gathered[i] and (missing := uncovered(shard.part, [row.part for _, row in every[i]])):
+                checked.append((i, row, shard))
+        return checked
+
+    def _match_tensors(self, reads: Reads) -> Bools:
+        """Queue the reads of torch tensors that fit, without an object for each; returns which these are."""
+        given, keys = self._given, self._asked
+        near = self.near(keys)
+        live = Live.of_tensors(given) if near and isinstance(given, Destinations) else None
+        if live is None:
+            return np.zeros(len(keys), bool)
+
+        def named(i: int) -> str:
+            return self.stored_key(keys[i])
+
+        taken, fits = match(live, near, named, reads)
+        if (left := np.flatnonzero(fits & ~taken)).size:
+            likes = self.find_each([keys[i] for i in left.tolist()])
+            wanted = [(like, live.part.part(i)) for i, like in zip(left.tolist(), likes, strict=True) if like]
+            taken |= match(live.only(left), _at(left, self._stored.sources(wanted)), named, reads)[0]
+        return taken
+
+    def _match_shards(self, given: Sequence[tuple[int, Row, Shard]], reads: Reads) -> list[int]:
+        """Queue the reads of live arrays that fit, or that can be converted, and record which are lost, and how much.
+
+        Args:
+            given: For each array its number, any row of its tensor, and its shard.
+            reads: Gets the reads.
+
+        Returns:
+            The numbers of the arrays that are restored.
+        """
+        if not given:
+            return []
+        live = Live.of_shards([shard for _, _, shard in given])
+
+        def named(i: int) -> str:
+            return given[i][1].key
+
+        taken, _ = match(live, self.near([shard.key for _, _, shard in given]), named, reads)
+        left = np.flatnonzero(~taken)
+        every = self._stored.sources([(given[i][1], given[i][2].part) for i in left.tolist()])
+        gathered = match(live.only(left), _at(left, every), named, reads)[0]
+        rest = [
+            (given[i], found) for i, found, done in zip(left.tolist(), every, gathered[left], strict=True) if not done
+        ]
+        for (_, _, shard), found in rest:
+            if missing := uncovered(shard.part, [row.part for _, row in found]):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
-        for i, (like, shard) in enumerate(elsewhere):
+        for (_, like, shard), found in rest:
             if full_key(self.name, shard.key) in self.lost:  # no part of the array is restored, then
                 continue
-            restored.append(shard)
             if like.dtype.name != shard.dtype:
-                self.casts.append(Cast(like, shard, every[i]))
-            elif not gathered[i]:
-                for source, row in every[i]:
+                self.casts.append(Cast(like, shard, found))
+            else:
+                for source, row in found:
                     reads.add(source, row, shard)
-        return {shard.key: shard.source for shard in restored}
+        return [i for i, _, shard in given if full_key(self.name, shard.key) not in self.lost]
 
     def _remedy(self, row: Row, shard: Shard) -> str:
         """The end of a message about a live part that is not restored: what converts it, or keeps it from that."""
@@ -146,11 +204,6 @@ class Compared(ABC):
         hindrance = memory.why_not_writable(shard)
         return f", and {hindrance}" if hindrance is not None else "; restore(cast=True) converts it"
 
-    def _held(self, row: Row, shard: Shard) -> FoundRow | None:
-        """The row that has all bytes of a live part, with its file, if it is known without a look-up; else None."""
-        del row, shard
-        return None
-
     @abstractmethod
     def hand_over(self) -> None:
         """Give the provider its filled arrays, unless it gets them in its objects."""
@@ -158,16 +211,16 @@ class Compared(ABC):
     @property
     def restored(self) -> Sequence[Shard]:
         """The array shards that are restored, with or without a conversion."""
-        return self._shards
+        return [self._made[i] if i in self._made else self._given[i] for i in self._restored]
 
     def restored_keys(self) -> Collection[str]:
         """The keys of :attr:`restored`."""
-        return {shard.key for shard in self.restored}
+        return {self._asked[i] for i in self._restored}
 
     @property
     def takes_something(self) -> bool | None:
         """Whether any array is restored; None if the provider wants no array."""
-        if self._shards:
+        if self._restored:
             return True
         if self.missing or self.mismatched or self.lost:
             return False
@@ -176,7 +229,9 @@ class Compared(ABC):
     @property
     def rewritten(self) -> Sequence[object]:
         """The live arrays that are restored."""
-        return [shard.source for shard in self._shards]
+        if isinstance(self._given, Destinations):
+            return [self._given.values[i] for i in self._restored]
+        return [self._made[i].source for i in self._restored]
 
     def wanted(self) -> Iterator[int]:
         """Hashes of the full keys, in the checkpoint, of all arrays that the provider asked for."""
@@ -190,3 +245,8 @@ def difference(row: Row, shard: Shard) -> str | None:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
         return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
     return memory.why_not_writable(shard, row.stride)
+
+
+def _at(numbers: I64, found: Sequence[Sequence[FoundRow]]) -> Sequence[Held]:
+    """The found rows in columns, if there are any, for parts that have these numbers among others."""
+    return [Held(h.file, numbers[h.part], h.row) for h in found.held] if isinstance(found, Found) else []

@@ -16,15 +16,12 @@ from datastates.container.rows import StoredRows, logical, place_in_pickle
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError, naming
 from datastates.reading.fill import as_referred, fill
-from datastates.reading.read_queue import Ranges
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
-from datastates.reading.tensors import FoundRow
-from datastates.restoring.compared import Compared, difference
+from datastates.reading.tensors import Held
+from datastates.restoring.compared import Compared
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
-from datastates.state import devices, tensor_scan
-from datastates.state.arrays import Destinations
 from datastates.state.parts import Part
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
@@ -58,7 +55,6 @@ class SavedState(Compared, Saved):
         """
         super().__init__(stored, name, request, cut)
         self._asked_objects: list[str] = []
-        self._alike: Destinations | None = None  # all shards, if they are compared in columns
         self._base = base
         table = base.index.shards
         self.ranks = stored.head.ranks
@@ -89,6 +85,11 @@ class SavedState(Compared, Saved):
         if key not in self._elsewhere:
             self._elsewhere[key] = self._stored.find(full_key(self.name, key))
         return self._elsewhere[key]
+
+    def find_each(self, keys: Sequence[str]) -> Sequence[Row | None]:
+        """Find a row of each of several arrays; see :meth:`find`."""
+        self.rows.make(keys)
+        return super().find_each(keys)
 
     def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
         """The arrays among some that share memory, by memory, each with the offset where it begins, in bytes."""
@@ -200,68 +201,21 @@ class SavedState(Compared, Saved):
         for key in self._asked_objects:
             if key not in self._objects:
                 raise ProviderError(f"destinations() gave {key!r}, which the checkpoint does not hold")
-        if isinstance(shards, Destinations) and self._plan_alike(shards, reads):
-            return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
-        self.rows.make(self._asked)
         targets = super().plan(shards, reads)
-        keys = [key for key in targets if key in self.rows]
-        named = dict(zip(keys, self.rows.names_of(keys), strict=True))
-        return {named.get(key, key): array for key, array in targets.items()}
+        return dict(zip(self.rows.names_of(list(targets)), targets.values(), strict=True))
 
-    def _held(self, row: Row, shard: Shard) -> FoundRow | None:
-        is_here = shard.key in self.rows and row.part == shard.part
-        return self._stored.at(self._base, row) if is_here else None
-
-    def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
-        """Compare all arrays in columns of numbers, which is fast, and queue their reads.
-
-        It does nothing and returns False unless one rank saved the checkpoint and all arrays fit it as whole tensors.
-        """
-        if not self._stored.is_one_file or not self.rows.has_all(shards.keys):
-            return False
-        live, stored = tensor_scan.layout(shards.values), self.rows.columns(shards.keys)
-        if live is None or not stored.whole.all():
-            return False
-        if not all(
-            np.array_equal(a, b)
-            for a, b in ((live.dtype, stored.dtype), (live.ndim, stored.ndim), (live.dims, stored.dims))
-        ):
-            return False
-        count, straight = tensor_scan.contiguous(live.ndim, live.dims, live.strides)
-        straight &= tensor_scan.contiguous(stored.ndim, stored.dims, stored.strides)[1]
-        apart = [(self.rows[shards.keys[i]], shards[i]) for i in np.flatnonzero(~straight).tolist()]
-        has_memory = live.address[count > 0].all()
-        if not has_memory or any(difference(row, shard) for row, shard in apart):
-            return False
-        nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
-        places = live.address, live.device, devices.streams(live.device)
-        columns = stored.file_offset, nbytes, *places, stored.whole, np.full(len(nbytes), "", object)
-        reads.add_many(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
-        for row, shard in apart:
-            reads.add(self._base, row, shard)
-        self._alike = shards
-        return True
+    def near(self, keys: Sequence[str]) -> Sequence[Held]:
+        """Rows of the base, one of each array that it has a part of; see :meth:`Compared.near`."""
+        return self._stored.placed(self._base, *self.rows.numbers(keys))
 
     def hand_over(self) -> None:
         """Do nothing: the provider gets its arrays in its objects."""
 
     @property
-    def restored(self) -> Sequence[Shard]:
-        """The array shards that are restored, with or without a conversion."""
-        return super().restored if self._alike is None else [s for s in self._alike if not s.is_object]
-
-    @property
     def takes_something(self) -> bool | None:
         """Whether any array is restored or, if the provider has no arrays, any object; None if it wants nothing."""
-        if self._alike is not None:
-            return True if self._alike.keys else super().takes_something is not False
         found = super().takes_something
         return True if found is None and self._asked_objects else found
-
-    @property
-    def rewritten(self) -> Sequence[object]:
-        """The live arrays that are restored."""
-        return super().rewritten if self._alike is None else self._alike.values
 
     def wanted(self) -> Iterator[int]:
         """Hashes of the full keys of all arrays and objects that the provider asked for."""

@@ -17,7 +17,7 @@ from datastates.errors import ProviderError
 from datastates.state import devices, dtensors, dtypes, jax_arrays, subclasses
 from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
-from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
+from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
 from datastates.state.strides import have_common_elements, is_dense, row_major, span
 
 
@@ -328,36 +328,6 @@ def _own_place(view: _View, array: object) -> Buffer | None:
         return None
     stream = devices.current_stream(view.kind, view.device)
     return Buffer(view.pointer, view.end - view.pointer, view.device, stream, array)
-
-
-class Destinations(Described):
-    """Live arrays to restore into, then object shards; an array is described only when its item is read.
-
-    Attributes:
-        keys: The arrays' keys within the provider.
-        values: The arrays.
-        objects: The object shards.
-    """
-
-    def __init__(self, keys: Sequence[str], values: Sequence[object], objects: Sequence[Shard] = ()) -> None:
-        """Take the arrays and objects; ``keys`` and ``values`` have the same length."""
-        super().__init__(len(keys), objects)
-        self._keys = keys
-        self.values = values
-        self._meshes: dict[int, dtensors.Meshes] = {}  # by id of the mesh, which the values keep alive
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of the array shards."""
-        return self._keys
-
-    def array(self, i: int) -> Shard:
-        """Describe the array number ``i``, from 0, as a shard to restore into."""
-        value = self.values[i]
-        mesh = id(dtensors.mesh_of(value))
-        if mesh not in self._meshes:
-            self._meshes[mesh] = dtensors.Meshes([value])
-        return destination(self._keys[i], value, self._meshes[mesh])
 
 
 def fits(ref: ArrayRef, array: Any) -> bool:

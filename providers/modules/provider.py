@@ -17,8 +17,8 @@ from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.state import arrays, dtensors, laziness, storages, subclasses, tensor_scan
-from datastates.state.arrays import Destinations
 from datastates.state.depth import deeper
+from datastates.state.destinations import Destinations
 from datastates.state.keys import component, is_inner, parts
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard

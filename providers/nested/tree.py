@@ -16,6 +16,7 @@ from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
 from datastates.state import arrays, laziness, sharded_tensors, subclasses, together
 from datastates.state.depth import deeper
+from datastates.state.destinations import Destinations
 from datastates.state.keys import is_inner
 from datastates.state.known_layout import Describer, Known
 from datastates.state.nested import leaves
@@ -199,7 +200,7 @@ class TreeProvider(StateProvider):
             by_key.targets = dict(found.pairs)
         rest = object_shard("" if by_key is None else by_key.key, source=(found.accept, by_key))
         boxes = [box for key, tensor in found.sharded.items() for box in sharded_tensors.destinations(key, tensor)]
-        every = arrays.Destinations(keys, values, [rest])
+        every = Destinations(keys, values, [rest])
         return [*every, *boxes] if boxes else every
 
     def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:

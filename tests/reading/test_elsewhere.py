@@ -1,4 +1,4 @@
-"""The seam for a tensor whose bytes lie in another checkpoint: ``Stored.at``, ``Stored.sources``, ``is_one_file``."""
+"""The seam for a tensor whose bytes lie in another checkpoint: ``Stored.placed``, ``Stored.at``, ``is_one_file``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import datastates as ds
+from datastates._base.columns import I64
 from datastates.commit.manifest import container_name
 from datastates.container.file import Container, open_container
 from datastates.container.table import Row
 from datastates.errors import CorruptError
 from datastates.providers import from_state_dict
 from datastates.reading.stored import Stored
-from datastates.reading.tensors import FoundRow
+from datastates.reading.tensors import FoundRow, Held
 from datastates.storage import Location
 
 STATE = {"w": torch.arange(5000.0), "b": torch.arange(7.0)}
@@ -64,9 +66,15 @@ def test_a_tensor_is_read_from_an_older_checkpoint(how: str, tmp_path: Path, mon
             return container, row
         return older, older.shards.row(older.shards.by_key["s/w"])
 
-    found = Stored.sources
+    def placed(stored: Stored, container: Container, part: I64, row: I64) -> list[Held]:
+        if container.path != newer.path:
+            return [Held(container, part, row)]
+        moved = row == newer.shards.by_key["s/w"]
+        there = np.full(int(moved.sum()), older.shards.by_key["s/w"])
+        return [Held(newer, part[~moved], row[~moved]), Held(older, part[moved], there)]
+
     monkeypatch.setattr(Stored, "is_one_file", False)
     monkeypatch.setattr(Stored, "at", at)
-    monkeypatch.setattr(Stored, "sources", lambda self, w: [[self.at(*one) for one in rows] for rows in found(self, w)])
+    monkeypatch.setattr(Stored, "placed", placed)
     read = READ[how](tmp_path / "newer")
     assert {key: array.tolist() for key, array in read.items()} == {key: array.tolist() for key, array in STATE.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import datastates as ds
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
 from datastates.executor.make import make_executor
-from datastates.reading.gathering import gather
+from datastates.reading.matching import Live, match
 from datastates.reading.reads import Reads
 from datastates.reading.tensors import Found, Held
 from datastates.state import arrays
@@ -53,9 +54,15 @@ def found(files: Sequence[Container], wanted: int = 1) -> Found:
     return Found([like] * wanted, [Held(file, np.arange(wanted), np.zeros(wanted, np.int64)) for file in files])
 
 
-def gathered(files: Sequence[Container], *shards: Shard) -> tuple[Sequence[bool], Reads]:
+def matched(files: Sequence[Container], *shards: Shard) -> tuple[Sequence[bool], Reads]:
     reads = Reads()
-    return gather(found(files, len(shards)), [(files[0].shards.row(0), one) for one in shards], reads), reads
+    held = found(files, len(shards)).held
+    return match(Live.of_shards(shards), held, lambda i: f"s/{shards[i].key}", reads)[0].tolist(), reads
+
+
+def read(reads: Reads) -> None:
+    with contextlib.closing(make_executor(ds.config.IoSettings(host_cache="8MiB", block="1MiB"))) as made:
+        reads.run(made)
 
 
 ROWS = [Part(SHAPE, (3, 6), (0, 0)), Part(SHAPE, (5, 6), (3, 0))]
@@ -70,11 +77,9 @@ STRETCHES = {"rows": ROWS, "flat": FLAT, "whole": [WHOLE], "twice": [WHOLE, ROWS
 )
 def test_stretches_are_queued_from_all_files(layout: str, part: Part, tmp_path: Path) -> None:
     live = np.zeros(part.shape, np.float32)
-    taken, reads = gathered(saved(tmp_path, STRETCHES[layout]), shard(part, live))
+    taken, reads = matched(saved(tmp_path, STRETCHES[layout]), shard(part, live))
     assert taken == [True]
-    made = make_executor(ds.config.IoSettings(host_cache="8MiB", block="1MiB"))
-    reads.run(made)
-    made.close()
+    read(reads)
     assert np.array_equal(live, elements(np.arange(48, dtype=np.float32).reshape(SHAPE), part))
 
 
@@ -92,23 +97,49 @@ def test_stretches_are_queued_from_all_files(layout: str, part: Part, tmp_path: 
     ids=["stored columns", "live columns", "stored strides", "live strides", "live gaps", "types", "lost"],
 )
 def test_all_else_is_left(parts: list[Part], order: str, live: Shard, tmp_path: Path) -> None:
-    taken, reads = gathered(saved(tmp_path, parts, order), live)
+    taken, reads = matched(saved(tmp_path, parts, order), live)
     assert taken == [False]
     assert reads.nbytes == 0
 
 
-def test_a_tensor_is_gathered_whole_or_left_whole(tmp_path: Path) -> None:
+def test_a_tensor_is_matched_whole_or_left_whole(tmp_path: Path) -> None:
     parts = [shard(part, np.zeros(part.shape, np.float32)) for part in (ROWS[1], ROWS[0])]
-    taken, reads = gathered(saved(tmp_path, ROWS[1:]), *parts)
+    taken, reads = matched(saved(tmp_path, ROWS[1:]), *parts)
     assert taken == [False, False]
     assert reads.nbytes == 0
 
 
-def test_tied_tensors_are_left(tmp_path: Path) -> None:
-    """Their reads are the same, which is seen where they are queued one by one."""
+def test_tied_tensors_are_read_once(tmp_path: Path) -> None:
     live = np.zeros(SHAPE, np.float32)
-    taken, _ = gathered(saved(tmp_path, ROWS), shard(WHOLE, live), shard(WHOLE, live))
-    assert taken == [False, False]
+    taken, reads = matched(saved(tmp_path, ROWS), shard(WHOLE, live), shard(WHOLE, live))
+    assert taken == [True, True]
+    assert reads.nbytes == live.nbytes
+
+
+@pytest.mark.parametrize("part", [COLUMNS[1], FLAT[1], ROWS[1]])
+def test_a_part_that_is_stored_as_it_is_needs_not_be_a_stretch(part: Part, tmp_path: Path) -> None:
+    live = np.zeros(part.shape, np.float32)
+    taken, reads = matched(saved(tmp_path, [part]), shard(part, live))
+    assert taken == [True]
+    assert reads.nbytes == live.nbytes
+    read(reads)
+    assert np.array_equal(live, elements(np.arange(48, dtype=np.float32).reshape(SHAPE), part))
+
+
+def test_a_box_that_is_stored_twice_is_left(tmp_path: Path) -> None:
+    live = np.zeros((8, 3), np.float32)
+    taken, reads = matched(saved(tmp_path, [COLUMNS[0], COLUMNS[0]]), shard(COLUMNS[0], live))
+    assert taken == [False]
+    assert reads.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "other", [Part((8, 7), (8, 6), (0, 0)), Part((48,), (48,), (0,)), Part((1, 8, 6), (1, 8, 6), (0, 0, 0))]
+)
+def test_a_tensor_of_another_shape_is_left(other: Part, tmp_path: Path) -> None:
+    taken, reads = matched(saved(tmp_path, [WHOLE]), shard(other, np.zeros(other.shape, np.float32)))
+    assert taken == [False]
+    assert reads.nbytes == 0
 
 
 def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

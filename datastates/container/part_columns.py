@@ -1,0 +1,147 @@
+"""Describes live and stored parts of logical tensors in columns, which need no object for each part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U64, Bools
+from datastates.container.table import FLAT, WHOLE, ShardTable
+from datastates.state.dtypes import DType
+from datastates.state.parts import Part
+from datastates.state.strides import row_majors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartColumns:
+    """Some parts of logical tensors, one entry of each column for each. Matrices have a line for each.
+
+    Shapes are aligned to the right in their matrices, and filled with ones.
+
+    Attributes:
+        dtype: Number of the tensor's element type.
+        kind: :data:`~datastates.container.table.WHOLE`, :data:`~datastates.container.table.BOX` or
+            :data:`~datastates.container.table.FLAT`.
+        global_ndim, global_shape: The shape of the logical tensor, and its length.
+        shape: The shape of the part.
+        place: Where a box begins in its tensor; in the last column, the first element of a flat range.
+        begin: Position of the part's first element in the flattened logical tensor.
+        numel: Number of the part's elements.
+        in_order: Whether the part lies in memory, or in its file, without gaps and in row-major order.
+        is_range: Whether the part's elements follow one another in the flattened logical tensor.
+    """
+
+    dtype: U8
+    kind: U8
+    global_ndim: I64
+    global_shape: I64
+    shape: I64
+    place: I64
+    begin: I64
+    numel: I64
+    in_order: Bools
+    is_range: Bools
+
+    @classmethod
+    def made(
+        cls, dtype: U8, kind: U8, shape: I64, stride: I64, global_ndim: I64, global_shape: I64, place: I64
+    ) -> PartColumns:
+        """Describe parts by the attributes of the same names, and their strides in elements.
+
+        All matrices have the same width.
+        """
+        numel, is_flat, steps = shape.prod(axis=1), kind == FLAT, row_majors(shape)
+        in_order = ((stride == steps) | (shape == 1)).all(axis=1) | (numel == 0)
+        begin, is_range = np.zeros_like(numel), np.ones(len(numel), bool)
+        some = np.flatnonzero(kind != WHOLE)
+        if len(some):
+            steps = row_majors(global_shape[some])
+            begin[some] = np.where(is_flat[some], place[some, -1:].sum(axis=1), (place[some] * steps).sum(axis=1))
+            is_range[some] = is_flat[some] | (((shape[some] - 1) * steps).sum(axis=1) + 1 == numel[some])
+        return cls(dtype, kind, global_ndim, global_shape, shape, place, begin, numel, in_order, is_range)
+
+    @classmethod
+    def of(cls, table: ShardTable, rows: I64) -> PartColumns:
+        """Describe the rows of these numbers in a file's table."""
+        ndim, kind = table.ndim[rows].astype(np.int64), table.part[rows]
+        dims_at, global_at, place_at = [starts[rows] for starts in table.starts]
+        global_ndim = np.where(kind == WHOLE, ndim, table.global_ndim[rows])
+        width = int(max(ndim.max(initial=0), global_ndim.max(initial=0)))
+        shape = aligned(table.dims, dims_at, ndim, width, 1)
+        global_shape, place = shape.copy(), np.zeros_like(shape)
+        if (some := np.flatnonzero(kind != WHOLE)).size:
+            global_shape[some] = aligned(table.global_dims, global_at[some], global_ndim[some], width, 1)
+            # of a flat range's two numbers, the first
+            place[some] = aligned(table.place, place_at[some], np.where(kind[some] == FLAT, 1, ndim[some]), width, 0)
+        stride = aligned(table.strides, dims_at, ndim, width, 0)
+        return cls.made(table.dtype[rows], kind, shape, stride, global_ndim, global_shape, place)
+
+    def __len__(self) -> int:
+        """The number of parts."""
+        return len(self.numel)
+
+    def __getitem__(self, which: I64 | Bools) -> PartColumns:
+        """Some of the parts."""
+        return PartColumns(*[getattr(self, field.name)[which] for field in fields(self)])
+
+    def part(self, i: int) -> Part:
+        """Part number ``i`` as an object; it is no flat range."""
+        columns = self.global_shape, self.shape, self.place
+        global_shape, shape, offset = (tuple(m[i, m.shape[1] - self.global_ndim[i] :].tolist()) for m in columns)
+        return Part(global_shape, shape, offset)
+
+    def of_same_tensors(self, other: PartColumns) -> Bools:
+        """For each pair of parts, whether both tensors have the same element type and shape."""
+        alike: Bools = (self.dtype == other.dtype) & (self.global_ndim == other.global_ndim)
+        alike &= _equal(self.global_shape, other.global_shape)
+        return alike
+
+    def are(self, other: PartColumns) -> Bools:
+        """For each pair of parts of one tensor, whether they are the same box, or the same flat range."""
+        alike: Bools = ((self.kind == FLAT) == (other.kind == FLAT)) & (self.begin == other.begin)
+        alike &= _equal(self.shape, other.shape)
+        return alike
+
+
+def _equal(one: I64, other: I64) -> Bools:
+    """Whether the lines of two matrices of aligned shapes are equal."""
+    more, fewer = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
+    filled = more.shape[1] - fewer.shape[1]
+    equal: Bools = (more[:, filled:] == fewer).all(axis=1) & (more[:, :filled] == 1).all(axis=1)
+    return equal
+
+
+def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> I64:
+    """Copy tuples that lie end to end in ``numbers`` into rows of a matrix: aligned to the right, filled on the left.
+
+    Args:
+        numbers: The tuples' numbers.
+        starts: For each tuple, the number of its first entry in ``numbers``.
+        counts: The length of each tuple. Of a tuple longer than ``width``, the first numbers are left out.
+        width: Length of the rows.
+        filler: Fills the rows.
+    """
+    at = np.arange(width) - width + counts[:, None]
+    result = np.full(at.shape, filler, np.int64)
+    given = at >= 0
+    result[given] = numbers[(starts[:, None] + at)[given]]
+    return result
+
+
+def forms(table: ShardTable, rows: I64, width: int) -> I64:
+    """Encode the element type and logical shape of each row as numbers: a matrix, with equal lines for equal ones.
+
+    ``width`` is the largest number of dimensions among the shapes to compare with.
+    """
+    whole = table.part[rows] == WHOLE
+    starts, global_starts, _ = (starts[rows] for starts in table.starts)
+    ndim = np.where(whole, table.ndim[rows], table.global_ndim[rows]).astype(np.int64)
+    shape = aligned(table.global_dims, np.where(whole, 0, global_starts), np.where(whole, 0, ndim), width, 1)
+    shape[whole] = aligned(table.dims, starts[whole], ndim[whole], width, 1)
+    return np.column_stack((table.dtype[rows].astype(np.int64), ndim, shape))
+
+
+def form(dtype: DType, shape: tuple[int, ...], width: int) -> list[int]:
+    """Encode the element type and shape of one logical tensor as numbers, as :func:`forms` does for rows."""
+    return [dtype.code, len(shape), *(1,) * (width - len(shape)), *shape]
