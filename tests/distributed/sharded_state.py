@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import datastates as ds
 from datastates.errors import ProviderError
 from datastates.planning import owners
 from datastates.providers import DTensorProvider, ReplicatedProvider, from_state_dict, from_stateful
@@ -150,6 +153,35 @@ def tensor_parallel() -> None:
     replicated = check_model_and_optimizer(lambda: parallelize_module(Net(), mesh, dict(PLAN)))
     assert set(replicated["up.weight"]) == {()}
     assert set(replicated["down.bias"]) == set(replicated["norm.weight"]) == {tuple(range(world))}
+
+
+def as_saved() -> None:
+    """Ranks that restore what they saved describe no array by an object, be it rows, columns or on all ranks."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    models = [parallelize_module(Net(), mesh, dict(PLAN)), fully_shard(Net(), mesh=mesh)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=False) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 1)
+    providers = [from_stateful(f"m{i}", model) for i, model in enumerate(models)]
+    providers += [from_stateful(f"o{i}", optimizer) for i, optimizer in enumerate(optimizers)]
+    kept = [whole(tensor).clone() for model in models for tensor in model.state_dict().values()]
+    path = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(path)
+    ds.snapshot(providers, Path(path[0], "c"), host_cache="64MiB").wait_committed()
+    for model in models:
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "destination", None)  # makes an object
+        restored = ds.restore(providers, Path(path[0], "c"), host_cache="64MiB")
+    assert not restored.missing_keys
+    for model in models:
+        for tensor in model.state_dict().values():
+            assert torch.equal(whole(tensor), kept.pop(0))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path[0])
 
 
 def two_dimensional() -> None:

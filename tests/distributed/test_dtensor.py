@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("sharded_state.py")
 @pytest.mark.parametrize(
     ("n", "cases"),
     [
-        (2, ["fsdp", "tensor_parallel", "data_parallel", "refused"]),
+        (2, ["fsdp", "tensor_parallel", "data_parallel", "as_saved", "refused"]),
         pytest.param(3, ["fsdp", "any_placement", "outside"], marks=pytest.mark.long),
         pytest.param(4, ["hybrid", "two_dimensional", "any_placement", "writers"], marks=pytest.mark.long),
     ],
