@@ -8,7 +8,6 @@ import numpy as np
 
 from datastates._base.columns import I64, U8, U64, Bools
 from datastates.container.table import FLAT, WHOLE, ShardTable
-from datastates.state.dtypes import DType
 from datastates.state.parts import Part
 from datastates.state.strides import row_majors
 
@@ -127,21 +126,3 @@ def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> 
     given = at >= 0
     result[given] = numbers[(starts[:, None] + at)[given]]
     return result
-
-
-def forms(table: ShardTable, rows: I64, width: int) -> I64:
-    """Encode the element type and logical shape of each row as numbers: a matrix, with equal lines for equal ones.
-
-    ``width`` is the largest number of dimensions among the shapes to compare with.
-    """
-    whole = table.part[rows] == WHOLE
-    starts, global_starts, _ = (starts[rows] for starts in table.starts)
-    ndim = np.where(whole, table.ndim[rows], table.global_ndim[rows]).astype(np.int64)
-    shape = aligned(table.global_dims, np.where(whole, 0, global_starts), np.where(whole, 0, ndim), width, 1)
-    shape[whole] = aligned(table.dims, starts[whole], ndim[whole], width, 1)
-    return np.column_stack((table.dtype[rows].astype(np.int64), ndim, shape))
-
-
-def form(dtype: DType, shape: tuple[int, ...], width: int) -> list[int]:
-    """Encode the element type and shape of one logical tensor as numbers, as :func:`forms` does for rows."""
-    return [dtype.code, len(shape), *(1,) * (width - len(shape)), *shape]

@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, overload
 
-import numpy as np
-
 from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
-from datastates.container.part_columns import form, forms
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError
@@ -78,35 +75,26 @@ class Held:
 class Found(Sequence[Sequence[FoundRow]]):
     """For each wanted part, the rows that may share elements with it, each with its file.
 
-    The rows are made when the first item is read. Rows without elements are left out.
+    The rows are made when the first item is read, which raises FormatError if a file has a tensor with another element
+    type or shape than the tensor's other rows. Rows without elements are left out.
 
     Attributes:
         held: The same pairs of part and row as numbers, an entry for each file.
     """
 
     def __init__(self, likes: Sequence[Row], held: Sequence[Held]) -> None:
-        """Check the found rows against the wanted tensors.
+        """Keep what was found.
 
         Args:
             likes: For each wanted part, any row of its tensor.
             held: The found rows, an entry for each file.
-
-        Raises:
-            FormatError: A file has a tensor with another element type or shape than the tensor's other rows.
         """
-        self._count = len(likes)
+        self._likes = likes
         self.held = held
-        width = max((len(like.global_shape) for like in likes), default=0)
-        expected = np.array([form(like.dtype, like.global_shape, width) for like in likes], np.int64)
-        for one in held:
-            odd = (forms(one.file.shards, one.row, width) != expected[one.part]).any(axis=1)
-            if odd.any():
-                key = likes[int(one.part[odd][0])].key
-                raise FormatError(f"{one.file.path}: {key!r} is of another type or shape than in other files")
 
     def __len__(self) -> int:
         """The number of wanted parts."""
-        return self._count
+        return len(self._likes)
 
     @overload
     def __getitem__(self, i: int) -> Sequence[FoundRow]: ...
@@ -118,9 +106,12 @@ class Found(Sequence[Sequence[FoundRow]]):
 
     @cached_property
     def _made(self) -> list[list[FoundRow]]:
-        made: list[list[FoundRow]] = [[] for _ in range(self._count)]
+        made: list[list[FoundRow]] = [[] for _ in self._likes]
         for held in self.held:
             for part, row in zip(held.part.tolist(), held.file.shards.rows(held.row.tolist()), strict=True):
+                like = self._likes[part]
+                if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
+                    raise FormatError(f"{held.file.path}: {row.key!r} is of another type or shape than in other files")
                 if 0 not in row.shape:
                     made[part].append((held.file, row))
         return made

@@ -181,9 +181,8 @@ class Compared(ABC):
         left = np.flatnonzero(~taken)
         every = self._stored.sources([(given[i][1], given[i][2].part) for i in left.tolist()])
         gathered = match(live.only(left), _at(left, every), named, reads)[0]
-        rest = [
-            (given[i], found) for i, found, done in zip(left.tolist(), every, gathered[left], strict=True) if not done
-        ]
+        # the rows that were found are made only if one is needed
+        rest = [(given[i], every[n]) for n, i in enumerate(left.tolist()) if not gathered[i]]
         for (_, _, shard), found in rest:
             if missing := uncovered(shard.part, [row.part for _, row in found]):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"

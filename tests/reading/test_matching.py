@@ -144,8 +144,10 @@ def test_a_tensor_of_another_shape_is_left(other: Part, tmp_path: Path) -> None:
 
 def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     files = [*saved(tmp_path / "a", ROWS), *saved(tmp_path / "b", ROWS, dtype=np.float64)]
+    live = np.zeros(SHAPE, np.float32)
+    assert matched(files, shard(WHOLE, live))[0] == [False]
     with pytest.raises(FormatError, match="'s/w' is of another type or shape"):
-        found(files)
+        found(files)[0]
 
 
 def test_rows_are_made_when_they_are_asked_for(tmp_path: Path) -> None:
