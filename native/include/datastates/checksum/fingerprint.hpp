@@ -41,7 +41,7 @@ std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples);
 void prefetch(const std::byte* data, std::uint64_t nbytes);
 
 /// Which words of a range a fingerprint is over.
-enum class Words { all, samples };
+enum class Words : std::uint8_t { all, samples };
 
 /// The part of a fingerprint from words that begin in [offset, offset + length) of a range of
 /// `nbytes`; `piece` holds these bytes. Throws Error "invalid" unless offset is a multiple of 8,
