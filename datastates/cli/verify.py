@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if damage is not None:
         output.complain(str(damage))
     elif problems and arguments.step is None and path != arguments.path:
-        if advice := health.older(readable_tier(arguments.path), path, IN_SHELL):
+        if advice := health.older(readable_tier(path.parent), path, IN_SHELL):
             output.complain(advice)
     elif opened is not None and not (arguments.json or problems):
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]

@@ -222,3 +222,19 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr(commands, "_parser", interrupt)
     assert commands.main(["ls", str(root)]) == 130
     assert capsys.readouterr().err == "datastates: interrupted\n"
+
+
+@pytest.mark.parametrize("place", ["absolute", "relative"])
+def test_beside_damaged_data_an_older_checkpoint_is_named(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ds.Checkpointer(tmp_path / "runs") as checkpointer:
+        for step in (1, 2):
+            checkpointer.snapshot([from_state_dict("m", {"a": np.full(3000, step)})], step=step).wait_committed()
+    file = tmp_path / "runs" / "step-00000002" / "rank-00000.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(np.full(100, 2).tobytes())] ^= 1
+    file.write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(["verify", "runs" if place == "relative" else str(tmp_path / "runs")]) == 1
+    assert "the newest before it that looks whole is that of step 1" in capsys.readouterr().err
