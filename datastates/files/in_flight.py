@@ -9,10 +9,10 @@ from functools import partial
 
 from datastates._base import log
 from datastates._base.workers import Workers
-from datastates.errors import ClosedError, SnapshotAbandonedError, ThreadStartError
+from datastates.errors import ClosedError, ThreadStartError
 from datastates.files import looks
 from datastates.files.settings import FileSettings
-from datastates.files.transaction import Publish, Transaction
+from datastates.files.transaction import Publish, Transaction, refuse_child_of
 from datastates.storage import Location, folders_of
 from datastates.storage.location import PathLike
 
@@ -54,8 +54,9 @@ class InFlight:
         """
         self._start()
         while len(self.saves) >= self.settings.max_in_flight:
-            oldest = self.saves.pop(0)
+            oldest = self.saves[0]
             oldest.wait()
+            del self.saves[0]
             self.tell(oldest)
 
     def tell(self, save: Transaction) -> None:
@@ -77,7 +78,7 @@ class InFlight:
         try:
             if save not in among:
                 among.append(save)
-            if save.shown is not None:
+            if save.shown is not None and not save.ended:
                 looks.begin(save.shown)
             self._last = save
             ends.do(end)
@@ -151,8 +152,7 @@ class InFlight:
 
     def refuse_children(self) -> None:
         """Raise SnapshotAbandonedError in a process that was forked from the one that saves."""
-        if os.getpid() != self._process:
-            raise SnapshotAbandonedError("this process was forked from one that saves: it cannot save, nor wait for it")
+        refuse_child_of(self._process)
 
     def finish(self) -> None:
         """Wait until everything begun has ended.

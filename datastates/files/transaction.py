@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from datastates._base import log
 from datastates._base.waiting import Flag
-from datastates.errors import CommitError
+from datastates.errors import CommitError, SnapshotAbandonedError
 from datastates.files import looks
 from datastates.saving.snapshot import Snapshot, wait_ended
 
@@ -16,6 +17,12 @@ Publish = Callable[[BaseException | None], None]
 Called in the background once the files are written, with the error of a file, or why the checkpoint was given up, or
 None. It must raise that error. What it raises is the failure of the checkpoint.
 """
+
+
+def refuse_child_of(process: int) -> None:
+    """Raise SnapshotAbandonedError in another process than the one that saves, which this one was forked from."""
+    if os.getpid() != process:
+        raise SnapshotAbandonedError("this process was forked from one that saves: it cannot save, nor wait for it")
 
 
 class Transaction:
@@ -43,6 +50,7 @@ class Transaction:
         self._given_up: Exception | None = None
         self._failure: BaseException | None = None
         self._is_told = False
+        self._process = os.getpid()
         self._seen, self._ended = Flag(), Flag()
 
     @property
@@ -56,7 +64,13 @@ class Transaction:
         return self._failure
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the checkpoint has ended; False if ``timeout`` seconds pass first."""
+        """Wait until the checkpoint has ended; False if ``timeout`` seconds pass first.
+
+        Raises:
+            SnapshotAbandonedError: The process that this one was forked from was still saving.
+        """
+        if not self.ended:
+            refuse_child_of(self._process)
         return self._ended.wait(timeout)
 
     def see(self) -> BaseException | None:
@@ -66,9 +80,9 @@ class Transaction:
 
     def undelivered(self) -> BaseException | None:
         """The checkpoint's failure at the first call that finds one; else None."""
-        failure = None if self._is_told else self._failure
-        self._is_told = self._failure is not None
-        return failure
+        failure, was_told = self._failure, self._is_told  # read once: the checkpoint may be failing now
+        self._is_told = failure is not None
+        return None if was_told else failure
 
     def give_up(self, error: BaseException) -> None:
         """Let the checkpoint fail, on all ranks, as this rank has not begun all of its files because of an error."""
@@ -84,6 +98,7 @@ class Transaction:
         try:
             publish = self._to_publish.pop()
         except IndexError:
+            self._ended.set()  # withdrawn: in its turn, as those who wait for it wait for all before it
             return
         try:
             with looks.unwatched():
@@ -101,13 +116,12 @@ class Transaction:
             self._ended.set()
 
     def withdraw(self) -> bool:
-        """End it unpublished; returns False if it is being published, or has been."""
+        """Let it end unpublished, in its turn if it has one; returns False if it is being published, or has been."""
         try:
             self._to_publish.pop()
         except IndexError:
             return False
         self._let_go()
-        self._ended.set()
         return True
 
     def _let_go(self) -> None:
