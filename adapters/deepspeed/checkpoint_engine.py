@@ -216,7 +216,8 @@ class CheckpointEngine:
         spoiled, self._spoiled = self._spoiled, None
         if (opened := self._opened) is not None:
             opened.hide()
-            if (why := given_up or spoiled) is not None:
+            is_sealed = opened in self._files.saves  # by a call that was interrupted
+            if (why := given_up or spoiled) is not None and not is_sealed:
                 opened.give_up(why)
             self._files.put(opened)
             self._opened = None  # not earlier: where this is interrupted, the next call seals it

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from datastates.saving.engine import Engine
 from datastates.storage.local import LocalStore
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.save")
+checkpoint_engine = pytest.importorskip("datastates.adapters.deepspeed.checkpoint_engine")
 RANKS = 3
 Give = Callable[[Any, Path, float], None]
 
@@ -205,3 +207,25 @@ def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_p
             torch_loads.load(file, IoSettings(), None, "all")
     torch.save({"a": torch.zeros(5)}, file)
     assert not own.has_ending(file)
+
+
+def test_a_save_that_an_interrupted_call_has_sealed_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(datastates_config=SimpleNamespace(config={"host_cache_size": 0.03}))
+    engine = checkpoint_engine.CheckpointEngine(config, 0)
+    engine.create("tag")
+    engine.save({"w": torch.ones(5)}, str(tmp_path / "a.pt"))
+    put = engine._files.put
+
+    def interrupted(save: Any) -> None:
+        put(save)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._files, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.seal()
+    engine.seal(CommitError("the call was interrupted"))
+    engine.close()
+    assert torch.load(tmp_path / "a.pt")["w"].tolist() == [1] * 5
