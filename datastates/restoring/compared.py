@@ -154,10 +154,12 @@ class Compared(ABC):
             return self.stored_key(keys[i])
 
         taken, fits = match(live, near, named, reads)
-        if (left := np.flatnonzero(fits & ~taken)).size:
-            likes = self.find_each([keys[i] for i in left.tolist()])
-            wanted = [(like, live.part.part(i)) for i, like in zip(left.tolist(), likes, strict=True) if like]
-            taken |= match(live.only(left), _at(left, self._stored.sources(wanted)), named, reads)[0]
+        if left := np.flatnonzero(fits & ~taken).tolist():
+            found = zip(left, self.find_each([keys[i] for i in left]), strict=True)
+            likes = {i: like for i, like in found if like is not None}
+            every = self._stored.sources([(like, live.part.part(i)) for i, like in likes.items()])
+            numbers = np.array([*likes], np.int64)
+            taken |= match(live.only(numbers), _at(numbers, every), named, reads)[0]
         return taken
 
     def _match_shards(self, given: Sequence[tuple[int, Row, Shard]], reads: Reads) -> list[int]:
