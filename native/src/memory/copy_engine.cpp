@@ -173,7 +173,7 @@ void CopyEngine::require_not_capturing(cuda::StreamHandle stream) const {
 }
 
 bool CopyEngine::has_memory(cuda::DevicePointer pointer, std::uint64_t bytes,
-                            std::uint64_t& known) const {
+                            cuda::Mapping& known) const {
     const CurrentContext current(context());
     return cuda::is_mapped(pointer, bytes, known);
 }

@@ -94,6 +94,28 @@ std::string error_name(Result result) {
     return name;
 }
 
+bool has_mapping(DevicePointer at) {
+    int mapped = 0;
+    if (driver().pointer_get_attribute(&mapped, kMapped, at) == kSuccess) return mapped != 0;
+    // Nothing is allocated here, or the driver does not know this attribute: then memory is mapped
+    // as long as it is allocated.
+    unsigned type = 0;
+    return driver().pointer_get_attribute(&type, kMemoryType, at) == kSuccess;
+}
+
+/// The mapping of a mapped address: of an older driver, which does not know it, one granule.
+Mapping mapping_at(DevicePointer at) {
+    DevicePointer base = 0;
+    std::size_t size = 0;
+    if (driver().pointer_get_attribute(&base, kMappingBase, at) == kSuccess &&
+        driver().pointer_get_attribute(&size, kMappingSize, at) == kSuccess && base <= at &&
+        at - base < size) {
+        return {.begin = base, .end = base + size};
+    }
+    const DevicePointer granule = at / kGranule * kGranule;
+    return {.begin = granule, .end = granule + kGranule};
+}
+
 }  // namespace
 
 bool available() { return library().available(); }
@@ -177,21 +199,12 @@ void require_not_capturing(StreamHandle stream) {
                 "or after that");
 }
 
-bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known) {
+bool is_mapped(DevicePointer pointer, std::uint64_t bytes, Mapping& known) {
     const DevicePointer end = pointer + bytes;
-    for (DevicePointer at = pointer; at < end; at = (at / kGranule + 1) * kGranule) {
-        if (at / kGranule == known) continue;
-        int mapped = 0;
-        const Result result = driver().pointer_get_attribute(&mapped, kMapped, at);
-        if (result == kSuccess) {
-            if (mapped == 0) return false;
-        } else {
-            // Nothing is allocated here, or the driver does not know this attribute: then memory is
-            // mapped as long as it is allocated.
-            unsigned type = 0;
-            if (driver().pointer_get_attribute(&type, kMemoryType, at) != kSuccess) return false;
-        }
-        known = at / kGranule;
+    for (DevicePointer at = pointer; at < end; at = known.end) {
+        if (known.begin <= at && at < known.end) continue;
+        if (!has_mapping(at)) return false;
+        known = mapping_at(at);
     }
     return true;
 }

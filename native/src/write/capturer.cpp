@@ -316,7 +316,7 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
     const WritePlan& plan = job.plan();
     std::byte* const memory = captured.block.memory().data();
     BlockCopies copies(captured);
-    std::uint64_t known = cuda::kNowhere;
+    cuda::Mapping known;
     try {
         if (image) {
             CopyEngine& engine = job.devices().engine(job.device_of(captured.index));

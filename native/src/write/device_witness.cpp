@@ -17,7 +17,7 @@ void DeviceWitness::read_again(const CaptureEvents& copies, const JobDevices& de
                                const std::function<void(std::size_t)>& lose) {
     for (Group& group : groups_) {
         CopyEngine& engine = devices.engine(group.device);
-        std::uint64_t known = cuda::kNowhere;
+        cuda::Mapping known;
         for (std::size_t i = 0; i < group.sources.size(); ++i) {
             const auto& words = group.memory[i];
             if (engine.has_memory(words.address, words.nbytes, known)) continue;

@@ -34,7 +34,7 @@ int WriteState::device_of(std::size_t extent) const {
     return -1;
 }
 
-bool WriteState::has_memory(const WritePlan::Piece& piece, std::uint64_t& known) {
+bool WriteState::has_memory(const WritePlan::Piece& piece, cuda::Mapping& known) {
     const auto source = static_cast<std::size_t>(piece.source);
     const CopyEngine& engine = devices_.engine(buffers_.device[source]);
     const std::uint64_t address = buffers_.address[source] + piece.source_offset;

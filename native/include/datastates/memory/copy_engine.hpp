@@ -135,7 +135,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// Throws Error "cuda" for a stream that is being captured.
     void require_not_capturing(cuda::StreamHandle stream) const;
     /// cuda::is_mapped, with this device's context.
-    bool has_memory(cuda::DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known) const;
+    bool has_memory(cuda::DevicePointer pointer, std::uint64_t bytes, cuda::Mapping& known) const;
     /// Enqueue asynchronous copies. The host memory should be page-locked.
     void to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
                  cuda::StreamHandle stream) const;

@@ -43,6 +43,8 @@ constexpr Result kCaptureImplicit = 906;
 // Pointer attributes.
 constexpr int kMemoryType = 2;
 constexpr int kMapped = 13;
+constexpr int kMappingSize = 18;
+constexpr int kMappingBase = 19;
 // Kinds of memory.
 constexpr int kHostMemory = 1;
 constexpr int kDeviceMemory = 2;
@@ -174,11 +176,16 @@ bool is_capturing(StreamHandle stream);
 /// REQUIRES: a current context.
 void require_not_capturing(StreamHandle stream);
 
+/// Addresses from `begin` to before `end` that are mapped.
+struct Mapping {
+    DevicePointer begin = 0;
+    DevicePointer end = 0;
+};
+
 /// Whether the driver knows the whole range as mapped memory. A copy or kernel that reads unmapped
-/// memory could end the context, and the training with it. `known` remembers the last place found
-/// mapped, so that the next call asks less; pass kNowhere at first. REQUIRES: a current context.
-bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known);
-constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+/// memory could end the context, and the training with it. `known` remembers the last mapping
+/// found, so that the next call asks less; pass an empty one at first. REQUIRES: a current context.
+bool is_mapped(DevicePointer pointer, std::uint64_t bytes, Mapping& known);
 
 /// Sets the calling thread's stream capture mode and returns the mode before.
 int exchange_capture_mode(int mode);

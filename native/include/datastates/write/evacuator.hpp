@@ -61,7 +61,7 @@ class Evacuator {
         // Moves to the slab that are not enqueued yet.
         std::vector<Move> moves{};
         std::vector<gather::Range> ranges{};
-        std::uint64_t known = cuda::kNowhere;
+        cuda::Mapping known{};
     };
 
     bool evacuate_what_fits(WriteState& job);

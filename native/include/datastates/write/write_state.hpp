@@ -61,7 +61,7 @@ class WriteState {
     int device_of(std::size_t extent) const;
     /// Whether a piece's device memory is still mapped. If not, its source is torn. `known` as for
     /// cuda::is_mapped.
-    bool has_memory(const WritePlan::Piece& piece, std::uint64_t& known);
+    bool has_memory(const WritePlan::Piece& piece, cuda::Mapping& known);
 
     // Progress. Thread-safe.
     /// Marks the job as begun: it is not quiescent until the capture and `readers` calls of
