@@ -18,7 +18,8 @@ from datastates.storage.location import Location
 
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """The error numbers of a file that another process has deleted; the second one on NFS."""
-_AT_ONCE = 32
+AT_ONCE = 32
+"""Requests to a store that are under way at once."""
 
 
 class Entry(NamedTuple):
@@ -123,7 +124,7 @@ class Store(ABC):
 
     def lengths(self, paths: Sequence[Location]) -> list[int | None]:
         """As :meth:`length_if_there`, of many objects at once."""
-        return each(self.length_if_there, paths, _AT_ONCE)  # on shared storage each call takes long
+        return each(self.length_if_there, paths, AT_ONCE)  # on shared storage each call takes long
 
     def now(self, path: Location) -> int:
         """The time by the store's clock, as :attr:`Entry.changed`. An object is made at ``path``, and removed."""
@@ -146,7 +147,7 @@ class Store(ABC):
         def fill(span: tuple[int, memoryview]) -> None:
             span[1][:] = self.read(path, span[0], len(span[1]))
 
-        each(fill, spans, _AT_ONCE)
+        each(fill, spans, AT_ONCE)
 
     def head(self, path: Location, most: int) -> bytes:
         """Read the beginning of an object: ``most`` bytes, or all of a shorter one."""

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from datastates._base import faults
+from datastates.storage.buckets import SCHEMES, every_bucket
 from datastates.storage.faulty import FaultyStore
 from datastates.storage.folders import Folders
 from datastates.storage.local import LocalStore
 from datastates.storage.location import Location, scheme_of
 from datastates.storage.objects import Store
 
-KINDS: dict[str, tuple[Callable[[str], Store], Callable[[str], Store]]] = {"": (LocalStore, FaultyStore)}
+KINDS: dict[str, tuple[Callable[[str], Store], Callable[[str], Store]]] = {
+    "": (LocalStore, FaultyStore),
+    **dict.fromkeys(SCHEMES, (lambda stage: every_bucket(),) * 2),
+}
 """For each scheme of addresses, two kinds of store: for use, and with fault points. Paths have the empty scheme."""
 
 _made = cache(lambda kind, stage: kind(stage))
@@ -38,7 +42,7 @@ def store_of(path: Location, stage: str = "store") -> Store:
         stage: The first part of the names of the fault points that its system calls pass.
 
     Raises:
-        ValueError: It is an address with a scheme that no store serves.
+        ValueError: It is an address with a scheme that no store serves, or of a bucket, and obstore is not installed.
     """
     if (kinds := KINDS.get(scheme_of(path))) is None:
         known = ", ".join(f"{scheme}:" for scheme in sorted(KINDS) if scheme) or "none"
@@ -57,7 +61,7 @@ def folders_of(path: Location, stage: str = "store") -> Folders:
     Raises:
         ValueError: The location is in a store of objects, or in none.
     """
-    store = store_of(path, stage)
+    store = None if path.scheme in SCHEMES else store_of(path, stage)
     if not isinstance(store, Folders):
         raise ValueError(
             f"path: {path} is in a store of objects. Checkpoints are read from there, and written to file systems "

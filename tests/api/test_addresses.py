@@ -1,4 +1,4 @@
-"""Addresses such as ``s3://bucket`` are refused: as a path, one would name a folder in the working directory."""
+"""Addresses that no store serves are refused: as a path, one would name a folder in the working directory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from datastates.cli import commands
 from datastates.providers import HostTensorProvider
 
 ADDRESSES = [
-    "s3://bucket/run",
-    "gs://bucket/run",
+    "oss://bucket/run",
+    "swift://bucket/run",
     "hf://org/model",
     "file:///tmp/run",
     "abfs+x://a@b/c",
-    Path("s3://b"),
+    Path("oss://b"),
 ]
 CALLS: dict[str, Callable[[Any], Any]] = {
     "Checkpointer": ds.Checkpointer,
@@ -41,7 +41,7 @@ def nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("call", CALLS)
 def test_an_address_is_refused(call: str, address: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"is an address, and no store is registered for [a-z+0-9]+: \(registered: none\)"
+        ValueError, match=r"is an address, and no store is registered for [a-z+0-9]+: \(registered: abfs:, "
     ):
         CALLS[call](address)
 
@@ -49,9 +49,9 @@ def test_an_address_is_refused(call: str, address: Any) -> None:
 @pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["diff", "/tmp"]], ids=lambda c: c[0])
 def test_an_address_is_refused_on_the_command_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        commands.main([*command, "s3://bucket/run"])
+        commands.main([*command, "oss://bucket/run"])
     assert ended.value.code == 2
-    assert "s3://bucket/run is an address" in capsys.readouterr().err
+    assert "oss://bucket/run is an address" in capsys.readouterr().err
 
 
 def test_an_address_is_refused_by_dcp() -> None:

@@ -329,5 +329,7 @@ def test_only_what_is_armed_passes_fault_points(tmp_path: Path) -> None:
 
 
 def test_an_address_that_no_store_serves_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"is an address, and no store is registered for s3: \(registered: none\)"):
+    with pytest.raises(ValueError, match=r"is an address, and no store is registered for ftp: \(registered: abfs:,"):
+        folders_of(Location("ftp://bucket/run"))
+    with pytest.raises(ValueError, match=r"s3://bucket/run is in a store of objects.*give a path"):
         folders_of(Location("s3://bucket/run"))

@@ -1,0 +1,247 @@
+"""Buckets of S3, Google Cloud Storage and Azure, through obstore: the one file that calls it.
+
+Credentials, endpoints and regions are found as obstore finds them: in the variables of the environment that it
+documents, such as ``AWS_ENDPOINT_URL`` and ``AWS_TIMEOUT``, and by the services of the machine. No options of a client
+are given: obstore 0.12.1 then forgets those of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+from datastates._base.tasks import each
+from datastates.errors import StorageError, UncertainError
+from datastates.storage.location import Location
+from datastates.storage.objects import AT_ONCE, Entry, Store, Traits, Writer, absent
+
+SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
+PATIENCE = 60.0
+"""Seconds for which a request is sent again while a server is silent or busy, but for one that creates an object."""
+_PIECE = 8 << 20
+_LONGEST_NAME = 200
+_STATUS = re.compile(r"status code: \d+ [\w ]+|HTTP error: [\w :]+")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class Buckets(Store):
+    """The objects of all buckets that this process can reach.
+
+    Two writers must not make one name in pieces at the same time: stores do not refuse the second one.
+    """
+
+    traits = Traits(best_piece=_PIECE)
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        """Begin without connections; ``patience`` is in seconds, see :data:`PATIENCE`."""
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, bool], Any] = {}
+        self._process = os.getpid()
+
+    @override
+    def look(self, path: Location) -> Entry | None:
+        if key := self._key("look", path):
+            with _told("look", path), contextlib.suppress(FileNotFoundError):
+                return _entry(_obstore().head(self._client(path), key))
+        with _told("look", path):
+            listed = _obstore().list(self._client(path), key or None, chunk_size=1)
+            return Entry("folder", 0, 0, None) if next(iter(listed), None) or not key else None
+
+    @override
+    def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
+        key = self._key("list", folder)
+        begin = len(key) + bool(key)
+        found: dict[str, Entry] = {}
+        with _told("list", folder):
+            if deep:
+                pages = _obstore().list(self._client(folder), key or None)
+            else:
+                page = _obstore().list_with_delimiter(self._client(folder), key or None)
+                found = {name[begin:].rstrip("/"): Entry("folder", 0, 0, None) for name in page["common_prefixes"]}
+                pages = [page["objects"]]
+            found.update((one["path"][begin:], _entry(one)) for page in pages for one in page)
+        found.pop("", None)  # the mark of an empty folder, as consoles make it
+        return found
+
+    @override
+    def read(self, path: Location, offset: int, nbytes: int) -> bytes:
+        return bytes(self._range(path, offset, nbytes))
+
+    @override
+    def read_into(self, path: Location, spans: Sequence[tuple[int, memoryview]]) -> None:
+        def fill(span: tuple[int, memoryview]) -> None:
+            span[1][:] = self._range(path, span[0], len(span[1]))
+
+        each(fill, spans, AT_ONCE)
+
+    def _range(self, path: Location, offset: int, nbytes: int) -> memoryview:
+        """A range of an object, in obstore's memory."""
+        if nbytes == 0:  # obstore refuses an empty range
+            return memoryview(b"")
+        key = self._key("read", path)
+        with _told("read", path):
+            data = memoryview(_obstore().get_range(self._client(path), key, start=offset, length=nbytes))
+        if len(data) != nbytes:
+            raise StorageError(0, "read", str(path), f"read {path}: it ends before {offset + nbytes}")
+        return data
+
+    @override
+    def create(self, path: Location, data: bytes) -> None:
+        key = self._key("create", path)
+        with _told("create", path, decides=True):
+            _obstore().put(self._client(path, decides=True), key, data, mode="create", use_multipart=False)
+
+    @override
+    def replace(self, path: Location, data: bytes) -> None:
+        key = self._key("write", path)
+        with _told("write", path):
+            _obstore().put(self._client(path), key, data, use_multipart=False)
+
+    @override
+    def writer(self, path: Location) -> Writer:
+        key = self._key("create", path)
+        if self.exists(path):
+            raise StorageError(errno.EEXIST, "create", str(path))
+        with _told("create", path):
+            return _Pieces(path, _obstore().open_writer(self._client(path), key, buffer_size=_PIECE))
+
+    @override
+    def discard(self, paths: Sequence[Location]) -> None:
+        for path in paths:
+            key = self._key("remove", path)
+            with _told("remove", path), contextlib.suppress(FileNotFoundError):
+                _obstore().delete(self._client(path), key)
+
+    def _client(self, path: Location, *, decides: bool = False) -> Any:
+        """A bucket's client in obstore; ``decides``: one that sends nothing twice."""
+        if self._process != os.getpid():
+            raise StorageError(
+                0, "open", str(path), f"open {path}: a forked process cannot use its parent's connections: spawn it"
+            )
+        root = "/".join(str(path).split("/", 3)[:3])
+        with self._lock:
+            if (client := self._clients.get((root, decides))) is None:
+                client = self._clients[root, decides] = importlib.import_module("obstore.store").from_url(
+                    root,
+                    # not every server of the S3 protocol removes many at once
+                    **({"disable_bulk_delete": True} if path.scheme == "s3" else {}),
+                    retry_config={
+                        "max_retries": 0 if decides else 100,
+                        "retry_timeout": timedelta(seconds=self._patience),
+                        "backoff": {"max_backoff": timedelta(seconds=1)},
+                    },
+                )
+        return client
+
+    def _key(self, operation: str, path: Location) -> str:
+        """The name of an object in its bucket; raises StorageError for one that stores take for another name."""
+        key = "/".join(str(path).split("/", 3)[3:])
+        for name in key.split("/"):
+            if name == ".." or len(name.encode()) > _LONGEST_NAME or any(c in "%\\" or c < " " for c in name):
+                raise StorageError(
+                    errno.EINVAL,
+                    operation,
+                    str(path),
+                    f"{operation} {path}: not every store keeps the name {name!r:.60} as it is: give one of at most "
+                    f"{_LONGEST_NAME} bytes without '%', a backslash and '..'",
+                )
+        return key
+
+
+@functools.cache
+def every_bucket() -> Buckets:
+    """The store of all buckets of this process; raises ValueError if obstore is not installed."""
+    if importlib.util.find_spec("obstore") is None:
+        raise ValueError("buckets are read through obstore: pip install 'datastates[stores]'")
+    return Buckets()
+
+
+class _Pieces(Writer):
+    """An object that is uploaded in parts, and is there when it is finished."""
+
+    def __init__(self, path: Location, upload: Any) -> None:
+        self._path, self._upload, self._at = path, upload, 0
+
+    @override
+    def write(self, data: Any, offset: int) -> None:
+        if offset != self._at:
+            raise ValueError(f"{self._path}: a piece for {offset} after {self._at} bytes")
+        with _told("write", self._path):
+            self._upload.write(data)
+        self._at += len(data)
+
+    @override
+    def finish(self) -> None:
+        upload, self._upload = self._upload, None
+        with _told("write", self._path, decides=True):
+            upload.close()
+
+    @override
+    def close(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            with _told("abort", self._path), contextlib.suppress(_Left), upload:
+                raise _Left
+
+
+class _Left(Exception):
+    """Ends an upload without an object: an error in its block aborts it."""
+
+
+class _told:  # named as a statement, as contextlib.suppress is
+    """A block in which an error of obstore becomes a StorageError of one line, which has no address of a server."""
+
+    def __init__(self, operation: str, path: Location, *, decides: bool = False) -> None:
+        """``decides``: an error that does not tell whether the object was made becomes an UncertainError."""
+        self._operation, self._path, self._decides = operation, path, decides
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise the error of the block."""
+        known = importlib.import_module("obstore.exceptions")
+        if isinstance(error, (StorageError, _Left)) or not isinstance(error, (known.BaseError, OSError, ValueError)):
+            return
+        numbers = {
+            FileNotFoundError: errno.ENOENT,
+            known.AlreadyExistsError: errno.EEXIST,
+            known.PermissionDeniedError: errno.EACCES,
+            known.UnauthenticatedError: errno.EACCES,
+        }
+        number = next((number for kind, number in numbers.items() if isinstance(error, kind)), 0)
+        if number == errno.ENOENT:
+            raise absent(self._operation, self._path) from None
+        text = f"{self._operation} {self._path}: {_reason(str(error))}"
+        uncertain = self._decides and number == 0
+        raise (UncertainError if uncertain else StorageError)(number, self._operation, str(self._path), text) from None
+
+
+def _reason(text: str) -> str:
+    """What an error of obstore says of its cause. The rest of its text names the server, and may have signatures."""
+    if said := _STATUS.search(text):
+        return ", ".join([said[0].removeprefix("status code: "), *_CODE.findall(text)[:1]])
+    return re.sub(r"\w+://\S+", "the server", text.partition("\n")[0])[:200]
+
+
+def _entry(found: Any) -> Entry:
+    """Describe an object as obstore found it."""
+    tag = str(found["e_tag"] or "").strip('"')  # Azure lists it without quotes
+    changed = round(found["last_modified"].timestamp()) * 10**9
+    return Entry("file", found["size"], changed, (tag, changed, found["size"]))
+
+
+def _obstore() -> ModuleType:
+    return importlib.import_module("obstore")

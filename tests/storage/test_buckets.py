@@ -1,0 +1,183 @@
+"""Buckets keep a store's contract, and checkpoints in them are read by address: on servers of the S3 protocol."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import traceback
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import servers
+
+import datastates as ds
+from datastates.cli import main
+from datastates.errors import CorruptError, StorageError, UncertainError
+from datastates.providers import from_state_dict
+from datastates.storage import Location, Store, register, stores
+from datastates.storage import buckets as buckets_module
+from datastates.storage.buckets import Buckets
+from datastates.testing import StoreTests, equal
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module", params=servers.S3)
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    pytest.importorskip(request.param)
+    with servers.server(request.param, tmp_path_factory.mktemp(request.param)) as environment:
+        yield environment
+
+
+@pytest.fixture(autouse=True)
+def _environment(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+class TestBuckets(StoreTests):
+    def make(self) -> tuple[Store, Location]:
+        return Buckets(patience=1), Location(f"s3://bucket/{uuid.uuid4().hex}")
+
+
+RUN = "s3://bucket/run"
+
+
+@pytest.fixture
+def buckets(monkeypatch: pytest.MonkeyPatch) -> Buckets:
+    """The store of this test's server, registered."""
+    made = Buckets(patience=0.2)
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register("s3", made)
+    return made
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    return {"w": generator.standard_normal((2500, 430)), "b": generator.standard_normal(7), "step": 5}
+
+
+@pytest.fixture
+def local(buckets: Buckets, state: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint in a directory, of which the bucket has a copy."""
+    with ds.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.snapshot([from_state_dict("model", state)], step=5)
+    names = [str(path.relative_to(tmp_path / "run")) for path in tmp_path.glob("run/step-*/*")]
+    for name in names:
+        writer, at = buckets.writer(Location(RUN) / name), 0
+        with (tmp_path / "run" / name).open("rb") as file:
+            while piece := file.read(5 << 20):
+                writer.write(piece, at)
+                at += len(piece)
+        writer.finish()
+    yield tmp_path / "run"
+    buckets.discard([Location(RUN) / name for name in names])
+
+
+def test_a_checkpoint_is_read_by_its_address(
+    local: Path, state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert equal(ds.load(RUN)["model"], state)
+    with ds.open(RUN) as checkpoint:
+        assert equal(checkpoint["model/w"], state["w"])
+    live = from_state_dict("model", blank := {"w": np.zeros((2500, 430)), "b": np.zeros(7), "step": 0})
+    assert ds.restore([live], RUN).path == f"{RUN}/step-00000005"
+    assert equal({**blank, "step": 5}, state)
+    for target in (local, RUN):
+        ds.export(target, tmp_path / f"{Path(target).parent.name}.safetensors")
+    assert (tmp_path / "bucket.safetensors").read_bytes() == (tmp_path / f"{tmp_path.name}.safetensors").read_bytes()
+    assert main(["ls", RUN]) == main(["inspect", RUN]) == main(["verify", RUN]) == main(["diff", RUN, str(local)]) == 0
+    assert "step-00000005" in capsys.readouterr().out
+
+
+def test_little_more_is_read_than_is_wanted(
+    local: Path, state: dict[str, Any], buckets: Buckets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = Buckets._range
+
+    def counted(self: Buckets, path: Location, offset: int, nbytes: int) -> memoryview:
+        read.append(nbytes)
+        return whole(self, path, offset, nbytes)
+
+    with ds.open(RUN) as checkpoint:
+        list(checkpoint)
+        monkeypatch.setattr(Buckets, "_range", counted)
+        checkpoint["model/w"]
+    assert state["w"].nbytes <= sum(read) <= 1.05 * state["w"].nbytes
+
+
+def test_damage_is_found(local: Path, buckets: Buckets) -> None:
+    path = Location(RUN) / "step-00000005/rank-00000.pt"
+    data = bytearray(buckets.read_all(path))
+    data[len(data) // 2] ^= 1
+    buckets.replace(path, bytes(data))
+    with pytest.raises(CorruptError, match=f"{path} does not match its checksum"):
+        ds.load(RUN)
+
+
+def fails(number: int, text: str, path: Location, call: Any) -> StorageError:
+    with pytest.raises(StorageError, match=text) as caught:
+        call()
+    assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    return caught.value
+
+
+def test_a_bucket_that_is_gone_is_named(buckets: Buckets) -> None:
+    path = Location("s3://nobucket/run")
+    fails(0, "look s3://nobucket/run: 404 Not Found, NoSuchBucket", path, lambda: buckets.look(path))
+    fails(errno.ENOENT, "read s3://nobucket/run", path, lambda: buckets.read(path, 0, 1))
+    with pytest.raises(StorageError, match="s3://nobucket/run"):
+        ds.load("s3://nobucket/run")
+
+
+def test_no_error_has_a_secret(buckets: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Location("s3://bucket/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    silent = Buckets(patience=0.1)
+    with pytest.raises(StorageError, match=r"look s3://bucket/run: HTTP error") as caught:
+        silent.look(path)
+    with pytest.raises(UncertainError, match=r"create s3://bucket/run: HTTP error") as unsure:
+        silent.create(path, b"1")
+    for error in (caught.value, unsure.value):
+        told = "".join(traceback.format_exception(error)).encode() + pickle.dumps(error)
+        assert servers.SECRET.encode() not in told
+    assert servers.SECRET not in repr(silent)
+    with pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(silent)
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a\\b", "..", "n" * 201, "a\nb"])
+def test_a_name_that_not_every_store_keeps_is_refused(buckets: Buckets, name: str) -> None:
+    path = Location("s3://bucket") / f"run/{name}/x"
+    fails(errno.EINVAL, "not every store keeps the name", path, lambda: buckets.create(path, b""))
+
+
+def test_a_forked_process_is_refused(buckets: Buckets) -> None:
+    path = Location("s3://bucket/run")
+    buckets.look(path)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            buckets.look(path)
+        except BaseException as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as told:
+        assert told.read() == "open s3://bucket/run: a forked process cannot use its parent's connections: spawn it"
+
+
+def test_without_obstore_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets_module.every_bucket.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'datastates\[stores\]'"):
+        ds.load("gs://bucket/run")
