@@ -90,10 +90,11 @@ DEEPSPEED_OPERATION = DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(1)/tor
 lint: style types tidy stubs ## All that looks at the source: ruff, clang-format, mypy, clang-tidy, stubtest
 
 .PHONY: style
-style: .venv/installed ## ruff and clang-format; changes nothing
+style: .venv/installed ## ruff, clang-format, and the pages made of the code; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(HEADERS) $(SOURCES)
+	$(BIN)/python docs/reference.py --check
 
 # From a folder of its own, where the installed package is not hidden by the source folder of its name.
 .PHONY: types
@@ -117,10 +118,11 @@ build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_com
 	mkdir -p $(@D) && touch $@
 
 .PHONY: format
-format: .venv/installed ## Format Python and C++ in place
+format: .venv/installed ## Format Python and C++ in place, and make docs/commands.md and settings.md
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
+	$(BIN)/python docs/reference.py
 
 # A file stays on one worker: its tests share what a module makes once.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile

@@ -96,29 +96,3 @@ def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert Settings.of({}).queue_depth == 5
     assert Settings.of({}).auto_gate is False
     assert Settings.of({"queue_depth": 6}).queue_depth == 6
-
-
-def test_the_documented_tables_are_the_models() -> None:
-    """Every setting has a row: its default, its variable, what it does, and a reason to set it."""
-    from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-    from datastates.files.settings import FileSettings
-
-    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| `")]
-    own = {
-        Settings: list(Settings.model_fields),
-        FileSettings: ["on_error", "max_in_flight"],
-        DeepSpeedSettings: ["enabled", "host_cache_size", "rank_timeout"],
-    }
-    fields = [(name, model.model_fields[name]) for model, names in own.items() for name in names]
-    assert set(DeepSpeedSettings.model_fields) == {
-        *IoSettings.model_fields,
-        *own[FileSettings],
-        *own[DeepSpeedSettings],
-    }
-    assert [row[0].strip("| `") for row in rows] == [name for name, _ in fields]
-    for (name, field), (_, default, variable, what, reason) in zip(fields, rows, strict=True):
-        assert default == f"`{'8MiB' if name == 'block' else field.default}`"
-        assert variable == ("–" if name == "on_commit" else f"`DATASTATES_{name.upper()}`")  # no text is a callable
-        assert what == field.description
-        assert reason.strip("| ")

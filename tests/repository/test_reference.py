@@ -1,19 +1,16 @@
-"""The pages of the reference are complete: every public name, every error, every command."""
+"""The pages of the reference are complete: every public name, every error."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from datastates import errors
-from datastates.cli import commands
 
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = (
@@ -55,17 +52,3 @@ def test_the_page_of_errors_has_every_class() -> None:
     }
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "errors.md").read_text(), re.M)
     assert sorted(rows) == sorted(classes - {"DatastatesError"})
-
-
-def parsers() -> dict[str, Any]:
-    found = [a for a in commands._parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(found[0].choices)
-
-
-@pytest.mark.parametrize("command", parsers())
-def test_the_page_of_commands_has_their_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
-    text = parsers()[command].format_help()
-    section = re.search(rf"^## {command}\n+```text\n(.*?)```", (DOCS / "commands.md").read_text(), re.DOTALL | re.M)
-    assert section, f"docs/commands.md lacks a section `## {command}` with this text:\n{text}"
-    assert section[1].split() == text.split(), f"docs/commands.md needs this text:\n{text}"
