@@ -1,17 +1,112 @@
-"""A checkpoint folder of weights, with files of ``torch.save`` beside them, such as an optimizer's state."""
+"""Checkpoints that other tools make of weights or of a file of ``torch.save``: what tells them, and what lies where."""
 
 from __future__ import annotations
 
+import errno
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from datastates.container.pickle_reader import Trust
+from datastates.errors import FormatError, StorageError
 from datastates.executor.executor import Executor
+from datastates.formats import dcp, hugging_face, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
-from datastates.formats.format import Problem
-from datastates.formats.torch_file import TorchFile
+from datastates.formats.format import Format, Problem
+from datastates.formats.hugging_face import read_object
+from datastates.formats.torch_file import TorchCheckpoint, TorchFile
 from datastates.state.new_memory import Into
+from datastates.storage import store_of
 from datastates.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFormat:
+    """A format of folders: weights of another format, a file of JSON, and files of ``torch.save``.
+
+    Attributes:
+        NAME: The name of a checkpoint of the format, with its article.
+        weights: The format of the weights, which keep their names.
+        file, kind, field: The name of the file of JSON, what it is, and the field of it that is read.
+        most: Longest such file in bytes that is read.
+        others: Globs of the other files that are read. Their keys begin with the stem of their file.
+        backend: What the field must say. Without it, the field is the step.
+        refusal: Why a folder with that file and without weights is not read. Without it, it is of another format.
+    """
+
+    NAME: str
+    weights: Format
+    file: str
+    kind: str
+    field: str
+    most: int
+    others: tuple[str, ...]
+    backend: str = ""
+    refusal: str = ""
+
+    def recognises(self, path: Location) -> bool:
+        """As :meth:`Format.recognises`."""
+        return store_of(path).is_file(path / self.file) and (bool(self.refusal) or self.weights.recognises(path))
+
+    def open(self, path: Location) -> Composite:
+        """As :meth:`Format.open`."""
+        file, store = path / self.file, store_of(path)
+        if self.refusal and not self.weights.recognises(path):
+            raise StorageError(errno.ENOENT, "open", str(path), f"{path} {self.refusal}")
+        told = read_object(file, self.field, self.kind, most=self.most)[self.field]
+        if self.backend and told != self.backend:
+            raise FormatError(f"{file}: the checkpoint is of the backend {told!r:.40}, and only {self.backend} is read")
+        names = {name for glob in self.others for name in fnmatch.filter(store.names(path), glob)}
+        found = [path / name for name in sorted(names) if store.is_file(path / name)]
+        weights = self.weights.open(path)
+        assert isinstance(weights, Foreign)
+        return Composite(
+            self.NAME, path, weights, {o.stem: TorchFile(o, o.stem) for o in found}, told if type(told) is int else None
+        )
+
+
+MEGATRON = FolderFormat(
+    "a checkpoint of Megatron-Core (torch_dist)",
+    dcp,
+    *("metadata.json", "description of a checkpoint", "sharded_backend", 1 << 16),
+    ("common.pt",),
+    backend="torch_dist",
+)
+TRAINER = FolderFormat(
+    "a checkpoint of a Trainer",
+    hugging_face,
+    *(
+        "trainer_state.json",
+        "state of a Trainer",
+        "global_step",
+        1 << 30,
+    ),  # it has a line for each step that was logged
+    ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth"),  # training_args.bin holds no tensor
+    refusal="has no weights in the files of one rank: neither model.safetensors nor pytorch_model.bin",
+)
+
+
+class _Lightning:
+    """A file of ``torch.save`` with Lightning's version among its first keys."""
+
+    NAME = "a checkpoint of Lightning"
+    _VERSION = "pytorch-lightning_version"
+    _HEAD = 1 << 16  # bytes at the beginning that hold the begin of the pickle, in which the version comes early
+
+    def recognises(self, path: Location) -> bool:
+        """As :meth:`Format.recognises`."""
+        return torch_file.recognises(path) and self._VERSION.encode() in store_of(path).head(path, self._HEAD)
+
+    def open(self, path: Location) -> TorchCheckpoint:
+        """As :meth:`Format.open`."""
+        file = TorchFile(path)
+        value = file.value if isinstance(file.value, dict) else {}
+        step = value.get("global_step") if self._VERSION in value else None
+        return TorchCheckpoint(self.NAME, path, [file], step if type(step) is int else None)
+
+
+LIGHTNING = _Lightning()
 
 
 class Composite(Foreign):

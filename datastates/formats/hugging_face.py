@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +14,6 @@ from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.formats.json_field import read_object
 from datastates.formats.torch_file import TorchFile
 from datastates.reading.tensors import Metadata
 from datastates.storage import store_of
@@ -115,3 +115,27 @@ def _read_index(path: Location) -> tuple[dict[str, str], dict[str, Any]]:
     if not names or not all(isinstance(name, str) and Location(name).name == name for name in names):
         raise FormatError(f"{path} is no index of weights: an index names files beside it, and at least one")
     return dict(weights), metadata if isinstance(metadata, dict) else {}
+
+
+def read_object(path: Location, field: str, what: str, *, most: int) -> dict[str, Any]:
+    """The outermost object in a JSON file.
+
+    Args:
+        path: The file.
+        field: The name of a field that it must have.
+        what: The name of this kind of file, for messages.
+        most: Longest file in bytes that is accepted.
+
+    Raises:
+        FormatError: The file is longer, is no JSON, or has no such field; the message names it.
+        StorageError: It cannot be read.
+    """
+    store = store_of(path)
+    if (nbytes := store.length(path)) > most:
+        raise FormatError(f"{path} is no {what}: it has {nbytes} bytes, too many")
+    try:
+        found: dict[str, Any] = json.loads(store.read(path, 0, nbytes))
+        found[field]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"{path} is no {what}: {type(error).__name__}: {error}") from error
+    return found

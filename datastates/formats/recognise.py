@@ -11,30 +11,20 @@ from datastates._base import log
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
-from datastates.formats import (
-    dcp,
-    deepspeed,
-    hugging_face,
-    lightning,
-    megatron,
-    own,
-    safetensors_file,
-    torch_file,
-    trainer,
-    unknown,
-)
+from datastates.formats import dcp, deepspeed, hugging_face, own, safetensors_file, torch_file, unknown
+from datastates.formats.composite import LIGHTNING, MEGATRON, TRAINER
 from datastates.formats.format import Format, Opened
 from datastates.storage import Entry, store_of
 from datastates.storage.location import Location, PathLike
 
 FORMATS: tuple[Format, ...] = (
     own,
-    megatron,
+    MEGATRON,
     dcp,
-    trainer,
+    TRAINER,
     deepspeed,
     hugging_face,
-    lightning,
+    LIGHTNING,
     torch_file,
     safetensors_file,
 )
@@ -54,7 +44,7 @@ def recognise(path: Location) -> Format | None:
     return next((one for one in FORMATS if one.recognises(path)), None)
 
 
-_TELL_STEP: tuple[Format, ...] = (own, trainer, deepspeed, lightning)
+_TELL_STEP: tuple[Format, ...] = (own, TRAINER, deepspeed, LIGHTNING)
 """The formats that tell the step."""
 
 

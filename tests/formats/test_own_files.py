@@ -11,7 +11,8 @@ import datastates as ds
 from datastates.container import file
 from datastates.files.settings import FileSettings
 from datastates.files.torch_files import TorchFiles
-from datastates.formats import hugging_face, own, trainer
+from datastates.formats import hugging_face, own
+from datastates.formats.composite import TRAINER
 from datastates.formats.recognise import recognise
 from datastates.storage import Location
 
@@ -47,7 +48,7 @@ def test_a_folder_of_weights_and_a_trainers(tmp_path: Path) -> None:
     assert recognise(tmp_path) is hugging_face
     assert torch.equal(ds.load(tmp_path)["weight"], model.weight)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
-    assert recognise(tmp_path) is trainer
+    assert recognise(tmp_path) is TRAINER
     with ds.open(tmp_path) as opened:
         assert opened.step == 2
         assert torch.equal(opened["weight"], model.weight)
