@@ -14,7 +14,7 @@ from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import sweep_beside, tier_of
 from datastates.commit.names import checked_step
 from datastates.commit.newest import Given
-from datastates.commit.sequence import next_alone
+from datastates.commit.run import Run
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
@@ -104,11 +104,11 @@ def snapshot(
 
     try:
         meet(world, name, target, prepare)
-        ballot = Ballot(world, f"{name}/commit", tier, partial(next_alone, tier), step=step)
+        ballot = Ballot(world, f"{name}/commit", Run(tier), step=step, target=target)
     except BaseException:
         world.close()
         raise
-    return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
+    return take_one(settings, providers, world, ballot, auto_gate=auto_gate)
 
 
 def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_RestoreArguments]) -> Restored:

@@ -18,9 +18,8 @@ from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import checked_step, step_name
+from datastates.commit.names import checked_step
 from datastates.commit.run import Run
-from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
     ClosedError,
@@ -107,7 +106,6 @@ class Checkpointer:
             ended=partial(call_back, self.settings),
         )
         prepare(executor, self.settings)
-        self._order = Order(self._tier)
         self._run = Run(self._tier, self._opening, self.settings.keep, is_coordinator=world.rank == 0)
         self._trace = RunTrace()
         self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
@@ -160,12 +158,8 @@ class Checkpointer:
         self._raise_if_closed()
         number = self._snapshots
         before: list[Snapshot] = []
-        sequence = partial(self._order.sequence, number, partial(wait_ended, before))
-        name, opening = f"{self._name}/snapshot/{number}", self._opening
-        run = self._run
-        ballot = Ballot(
-            self._engine.world, name, self._tier, sequence, opening=opening, begin=run.begin, make_room=run.make_room
-        )
+        name, ready = f"{self._name}/snapshot/{number}", partial(wait_ended, before)
+        ballot = Ballot(self._engine.world, name, self._run, number=number, ready=ready)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
@@ -181,9 +175,7 @@ class Checkpointer:
             if self._engine.world.size > 1:  # these end first, so that this one supersedes them
                 before += [one for one in self._taken.snapshots if one.step == step]
             collected = self._engine.collect(providers)
-            expected = self._root / step_name(step)
-            final = partial(self._tier.target, step, in_flight=False)
-            taken = self._engine.take(collected, ballot, expected, final, self._run.retain, begin=begin)
+            taken = self._engine.take(collected, ballot, begin=begin)
         except BaseException as error:
             if self._snapshots > number:
                 told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,10 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest, room
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
-from datastates.commit.fence import Opening
+from datastates.commit.names import step_name
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
-from datastates.commit.tier import Tier, Uncommitted
+from datastates.commit.run import Run
+from datastates.commit.tier import Uncommitted
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.container.table import ShardTable
@@ -85,62 +85,73 @@ _COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
 
 
 class Ballot:
-    """The agreement of all ranks on one checkpoint. Use it from one thread at a time."""
+    """One rank's part in one checkpoint, which all ranks commit together: an :class:`~datastates.commit.ending.Ending`.
+
+    Use it from one thread at a time.
+
+    Attributes:
+        step: The step of the checkpoint.
+    """
 
     def __init__(
         self,
         world: World,
         name: str,
-        tier: Tier,
-        sequence: Callable[[], AbstractContextManager[int]],
+        run: Run,
         *,
-        opening: Opening | None = None,
-        begin: Callable[[], None] = lambda: None,
         step: int = -1,
-        make_room: Callable[[], str] = lambda: "",
+        target: Location | None = None,
+        number: int = 0,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare a ballot; nobody is told yet.
+        """Prepare a ballot; nothing is made yet, and nobody is told.
 
         Args:
             world: The ranks.
             name: The name of the ballot: the same on all ranks, and used once in a run.
-            tier: The place of the checkpoint.
-            sequence: Gives the checkpoint's sequence number. Entered on the coordinator around the commit.
-            opening: The opening of the tier that the checkpoint belongs to, if it belongs to one.
-            begin: Called before anything is written.
-            step: The step of the checkpoint.
-            make_room: Called where the disk is full: deletes what need not be kept, and says so for the error.
+            run: The run that the checkpoint belongs to.
+            step: The step of the checkpoint. It can be given later, before :meth:`open`.
+            target: The path of the checkpoint; None: the run's tier has it under its step.
+            number: The number of the checkpoint in its run.
+            ready: Called before the checkpoint gets its sequence number, on the coordinator.
         """
-        self._make_room = make_room
         self.world = world
-        self._name = name
-        self._tier = tier
-        self._sequence = sequence
-        self._opening = opening
-        self._begin = begin
         self.step = step
+        self.identity: dict[str, int | str] = {}
+        self.committed: float | None = None
+        self._name = name
+        self._run = run
+        self._target = target
+        self._number = number
+        self._ready = ready
         self._attempt = world.token(name) if world.size > 1 else None
+        self._pending: Uncommitted | None = None
+        self._voted = False
+        self.path = self.target
 
-    def pending(self, expected: Location) -> Uncommitted:
-        """The checkpoint that is to be committed, which all ranks write. Its path is expected to be ``expected``.
+    @property
+    def target(self) -> Location:
+        """The path that the checkpoint gets, unless it becomes a revision."""
+        return self._target or self._run.tier.root / step_name(self.step)
+
+    def open(self) -> None:
+        """Begin the checkpoint.
 
         Raises:
             FencedError: A newer run has begun to save in the directory.
-            StorageError: Rank 0 cannot write down that this run saves there.
+            StorageError: Rank 0 cannot write down that this run saves there, or the place of the files is not made.
         """
-        self._begin()
-        return self._tier.pending(expected, self._attempt, None if self._opening is None else self._opening.mark)
+        run = self._run
+        run.begin()
+        mark = None if run.opening is None else run.opening.mark
+        self._pending = pending = run.tier.pending(self.target, self._attempt, mark)
+        self.path = pending.file(manifest.container_name(self.world.rank))
+        world = {"rank": self.world.rank, "world_size": self.world.size}
+        self.identity = {"step": self.step, **world, "attempt": pending.attempt}
+        pending.begin()
 
-    def cast(
-        self, vote: Vote, pending: Uncommitted, target: Callable[[], Location], retain: Callable[[], None]
-    ) -> Location:
+    def commit(self, vote: Vote) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
-
-        Args:
-            vote: The vote of this rank.
-            pending: The checkpoint, from :meth:`pending`.
-            target: Returns the path that the checkpoint is to have. Called on the coordinator at the commit.
-            retain: Called on the coordinator after the commit, before the other ranks are told.
 
         Raises:
             CommitError: A rank has failed, or the ranks' parts do not make one state, or a newer run has begun to save
@@ -149,27 +160,35 @@ class Ballot:
             RanksMissingError: Some ranks did not vote in time.
             StorageError: The only rank could not commit, or the directory where the ranks meet failed.
         """
+        pending = self._pending
+        assert pending is not None
+        pending.seal()
+        self._voted = True
+        path = self._cast(vote, pending)
+        pending.close()
+        return path
+
+    def _cast(self, vote: Vote, pending: Uncommitted) -> Location:
         committed: list[Location] = []
         """On the coordinator, the path of the committed checkpoint. No later failure undoes the commit."""
 
         def decide(data: dict[int, bytes]) -> bytes:
             begin = time.monotonic()
 
-            def target_in_time() -> Location:
-                path = target()
+            def refuse_late() -> None:
                 # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
                 timeout = self.world.timeout
                 if (seconds := time.monotonic() - begin) > 0.8 * timeout:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
-                if self._opening is not None:
-                    self._opening.refuse_if_fenced()
-                return path
+                if self._run.opening is not None:
+                    self._run.opening.refuse_if_fenced()
 
             votes = _decoded(data)
             if answer := _declined(votes):
                 return answer
-            committed.append(self._commit(votes, pending, target_in_time))
-            retain()
+            committed.append(self._commit(votes, pending, refuse_late))
+            self.committed = time.monotonic()
+            self._run.retain()
             return _COMMITTED + committed[0].encode()
 
         try:
@@ -182,12 +201,18 @@ class Ballot:
             if not is_told(error):
                 pending.leave()
             # the coordinator may have committed, and then ended, or its answer was lost
-            if (path := self._tier.of_attempt(pending.target, pending.attempt)) is not None:
+            if (path := self._run.tier.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
         if done[:1] == _SKIPPED:
             raise SnapshotSkippedError(done[1:].decode())
         return Location.decode(done[1:])
+
+    def abandon(self, *, made: bool) -> None:
+        """Remove the files of this process."""
+        del made
+        if self._pending is not None:
+            self._pending.abandon()
 
     def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """The cause of an error, if it is known. A file of ``needed`` bytes was to be written.
@@ -195,9 +220,9 @@ class Ballot:
         FencedError where a newer run has begun to save in the directory; StorageError where the directory is not the
         one that was opened; else ``error``.
         """
-        if self._opening is not None and isinstance(error, CommitError | StorageError):
+        if self._run.opening is not None and isinstance(error, CommitError | StorageError):
             try:
-                self._opening.refuse_if_fenced()
+                self._run.opening.refuse_if_fenced()
             except FencedError as fenced:
                 fenced.__cause__ = error
                 return fenced
@@ -207,26 +232,30 @@ class Ballot:
                     elsewhere.__cause__ = error
                     return elsewhere
         if room.is_full(error):
-            room.explain(error, needed, self._tier.root, self._make_room())
+            room.explain(error, needed, self._run.tier.root, self._run.make_room())
         return error
 
     def decline(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, and wait until they were told. Never raises."""
+        """Tell the other ranks that this one has failed, and wait until they were told. Never raises.
+
+        Does nothing once this rank has voted.
+        """
+        if self._voted or self.world.size == 1:
+            return
         kind, text = type(error).__name__, said(error)
         text = f"{kind}: {text}" if text else kind
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
-        if self.world.size > 1:
-            with contextlib.suppress(Exception):  # the caller reports this rank's own error
-                self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
+        with contextlib.suppress(Exception):  # the caller reports this rank's own error
+            self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
-    def _commit(self, votes: dict[int, Vote], pending: Uncommitted, target: Callable[[], Location]) -> Location:
+    def _commit(self, votes: dict[int, Vote], pending: Uncommitted, ready: Callable[[], None]) -> Location:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()
         )
         written = _write_catalog(votes, pending) if self.world.size > 1 else None
-        with self._sequence() as sequence:
+        with self._run.order.sequence(self._number, self._ready) as sequence:
             made = manifest.Manifest(
                 format=manifest.FORMAT_VERSION,
                 step=self.step,
@@ -237,7 +266,7 @@ class Ballot:
                 containers=containers,
                 catalog=written,
             )
-            return pending.commit(made, target)
+            return pending.commit(made, ready)
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:

@@ -17,7 +17,7 @@ from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
 from datastates.commit.fence import Opening
-from datastates.commit.names import LOCK, PARTIAL, STEP, as_debris, stem_of_partial, step_name
+from datastates.commit.names import LOCK, STEP, as_debris, revisions, stem_of_partial
 from datastates.commit.pending import Pending, is_begun
 from datastates.commit.tier import Committed, ReadableTier, Tier
 from datastates.commit.writers import Writer
@@ -50,14 +50,6 @@ class DirectoryTier(Tier):
         return Opening.decode(self.root, data)
 
     @override
-    def target(self, step: int, *, in_flight: bool = True) -> Location:
-        name = step_name(step)
-        there = [e for e in folders_of(self.root).names(self.root) if e.startswith(name)]
-        names = (m[1] if (m := PARTIAL.match(e)) and in_flight else e for e in there)
-        taken = [int(m[2] or 0) for m in map(STEP.match, names) if m and int(m[1]) == step]
-        return self.root / (f"{name}.r{1 + max(taken)}" if taken else name)
-
-    @override
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Pending:
         return Pending(target, attempt, mark)
 
@@ -87,7 +79,7 @@ class DirectoryTier(Tier):
     @override
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
         for entry in entries(self.root):
-            if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]+", entry.name):
+            if revisions(target.name).match(entry.name):
                 with contextlib.suppress(CheckpointNotFoundError, FormatError):
                     if manifest.open(entry).attempt == attempt:
                         return entry

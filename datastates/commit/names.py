@@ -38,6 +38,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def revisions(name: str) -> re.Pattern[str]:
+    """Matches the name of a step's directory, and that of each revision: its number is the group."""
+    return re.compile(re.escape(name) + r"(?:\.r([0-9]+))?\Z")
+
+
 def hidden(target: Location) -> Location:
     """The path of ``target`` with a dot before its name. Frameworks do not list such names as checkpoints."""
     return target.with_name(f".{target.name}")

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from datastates.commit import manifest, trial, writers
 from datastates.commit.manifest import Manifest
-from datastates.commit.names import LOCK, partial
+from datastates.commit.names import LOCK, partial, revisions
 from datastates.commit.tier import Uncommitted
 from datastates.errors import StorageError
 from datastates.storage import Location, Lock, folders_of
@@ -103,18 +103,18 @@ class Pending(Uncommitted):
             folders_of(self.directory).sync_folder(self.directory)
 
     @override
-    def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
+    def commit(self, made: Manifest, ready: Callable[[], None] = lambda: None) -> Location:
         folders_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
-        return self.publish(target, [one.file for one in made.containers])
+        return self.publish([one.file for one in made.containers], ready)
 
-    def publish(self, target: Callable[[], Location], others: Iterable[str] = ()) -> Location:
+    def publish(self, others: Iterable[str] = (), ready: Callable[[], None] = lambda: None) -> Location:
         """Give the directory its name; ``others`` are files in it. All else is as for :meth:`commit`."""
         store = folders_of(self.directory)
         store.sync_folder(self.directory)
         made = store.look(self.directory)
         if self._mark is None:  # an opening has tried it when it began to save
             trial.refuse_loss_in(self.directory, made)
-        path = self._take_name(target)
+        path = self._take_name(ready)
         try:
             self._refuse_lost(path, others)
             # not earlier: a partial directory without the lock file counts as abandoned
@@ -135,14 +135,23 @@ class Pending(Uncommitted):
             text = f"rename {path}: the renamed folder lacks {names}: its file system loses what it was told to sync. "
             raise StorageError(errno.EIO, "rename", str(path), f"{text}Save to another one")
 
-    def _take_name(self, target: Callable[[], Location]) -> Location:
-        path = target()
+    def _free_name(self, ready: Callable[[], None]) -> Location:
+        path = self.target
+        if self._mark is not None:
+            names = folders_of(path).names(path.parent)
+            taken = [int(m[1] or 0) for m in map(revisions(path.name).match, names) if m]
+            path = path.with_name(f"{path.name}.r{1 + max(taken)}") if taken else path
+        ready()
+        return path
+
+    def _take_name(self, ready: Callable[[], None]) -> Location:
+        path = self._free_name(ready)
         while True:
             try:
                 folders_of(path).rename(self.directory, path)
                 return path
             except StorageError as error:
-                taken, path = path, target()
+                taken, path = path, self._free_name(ready)
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or path == taken:
                     raise
 

@@ -1,4 +1,7 @@
-"""The saves of one run in a tier: earlier runs are fenced, what they left is removed, old checkpoints are deleted."""
+"""The saves of one run in a tier: earlier runs are fenced, what they left is removed, old checkpoints are deleted.
+
+A call of :func:`datastates.snapshot` is a run without an opening: it fences and deletes nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import threading
 
 from datastates.commit import retention, room
 from datastates.commit.fence import Opening
+from datastates.commit.sequence import Order
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import DatastatesError
@@ -16,18 +20,21 @@ from datastates.storage.location import Location
 class Run:
     """The saves of one rank. Thread-safe."""
 
-    def __init__(self, tier: Tier, opening: Opening, keep: Keep, *, is_coordinator: bool) -> None:
+    def __init__(
+        self, tier: Tier, opening: Opening | None = None, keep: Keep | None = None, *, is_coordinator: bool = True
+    ) -> None:
         """Remember the place; nothing is read or written yet.
 
         Args:
             tier: The place of the checkpoints.
-            opening: The run's opening of it.
-            keep: The checkpoints that are kept.
+            opening: The run's opening of it; None for a single checkpoint.
+            keep: The checkpoints that are kept; not used without an opening.
             is_coordinator: Whether this rank commits.
         """
-        self._tier = tier
-        self._opening = opening
-        self._keep = keep
+        self.tier = tier
+        self.opening = opening
+        self.order = Order(tier)
+        self._keep = keep or Keep()
         self._is_coordinator = is_coordinator
         self.restored: Location | None = None
         """The checkpoint that was restored last, until the next commit: after a roll-back it stays until then."""
@@ -42,35 +49,38 @@ class Run:
             FencedError: A newer run has begun to save in the tier.
             StorageError: It cannot be written down that this run saves there, or the place is another one now.
         """
+        if self.opening is None:
+            return
         if self._is_coordinator:
-            self._opening.begin_to_save(self._clear)
+            self.opening.begin_to_save(self._clear)
         else:
-            self._opening.refuse_elsewhere()
+            self.opening.refuse_elsewhere()
 
     def _clear(self) -> None:
         """Not when it was opened: who only reads deletes nothing. Not after the commit: a disk may be full."""
-        self._tier.sweep()
+        self.tier.sweep()
         self._delete()
 
     def retain(self) -> None:
         """Delete the checkpoints that are not kept. Called after each commit."""
         self.restored = None
         self.is_full = False
-        self._delete()
+        if self.opening is not None:
+            self._delete()
 
     def _delete(self) -> None:
         with self._deletion:
-            retention.retain(self._tier, self._keep, () if self.restored is None else (self.restored,))
+            retention.retain(self.tier, self._keep, () if self.restored is None else (self.restored,))
 
     def make_room(self) -> str:
         """On the coordinator, where the disk is full: delete what is not kept; says what has gone, or could go."""
-        if not self._is_coordinator:
+        if self.opening is None or not self._is_coordinator:
             return ""
         self.is_full = True
         with contextlib.suppress(DatastatesError):
-            before = retention.older(self._tier)
+            before = retention.older(self.tier)
             self._delete()
-            left = retention.older(self._tier)
+            left = retention.older(self.tier)
             if gone := len(before) - len(left):
                 which = (
                     "checkpoint, which need not be kept, was"

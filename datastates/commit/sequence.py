@@ -18,13 +18,6 @@ def next_sequence(tier: Tier) -> int:
     return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
 
 
-@contextlib.contextmanager
-def next_alone(tier: Tier) -> Iterator[int]:
-    """Yield :func:`next_sequence`. Nobody else gets the number until the block, which commits the checkpoint, ends."""
-    with tier.committing():
-        yield next_sequence(tier)
-
-
 class Order:
     """Gives the checkpoints of a directory sequence numbers in the order of their snapshots, not of their commits.
 

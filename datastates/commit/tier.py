@@ -52,7 +52,7 @@ class Uncommitted(ABC):
     It can be abandoned at any time, also after an interrupt.
 
     Attributes:
-        target: The path that the checkpoint was expected to have when it was begun.
+        target: The path that the checkpoint gets, unless it becomes a revision of what is there.
         attempt: The name of the attempt: the same on all ranks, and in no other checkpoint.
     """
 
@@ -80,11 +80,10 @@ class Uncommitted(ABC):
         """Make the names of this process's files durable, where another rank commits them; raises StorageError."""
 
     @abstractmethod
-    def commit(self, made: Manifest, target: Callable[[], Location]) -> Location:
+    def commit(self, made: Manifest, ready: Callable[[], None] = lambda: None) -> Location:
         """Make it a checkpoint; returns its path. All its other files must be synced.
 
-        ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken
-        that path meanwhile.
+        ``ready`` is called when nothing but the name is left to do. What it raises stops the commit.
 
         Raises:
             StorageError: The commit failed; the checkpoint is not committed.
@@ -231,21 +230,15 @@ class Tier(ReadableTier, ABC):
         """The opening that rank 0 encoded."""
 
     @abstractmethod
-    def target(self, step: int, *, in_flight: bool = True) -> Location:
-        """The path for the next checkpoint of a step. A step saved again gets a new revision.
-
-        ``in_flight``: count revisions that are still being written, too.
-        """
-
-    @abstractmethod
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Uncommitted:
         """A checkpoint that no reader sees until it is committed. Nothing is made yet.
 
         Args:
-            target: The path that it is expected to have.
+            target: The path that it gets.
             attempt: 8 hexadecimal digits: the name of the attempt, in which other ranks write, too. None: a random
                 name, of an attempt of this process alone.
-            mark: The mark of the opening that it belongs to; None without one. Only without one is the place made.
+            mark: The mark of the opening that it belongs to; None without one. With one, it becomes a revision where
+                ``target`` is a checkpoint by then. Without one, the place is made.
         """
 
     @abstractmethod

@@ -207,7 +207,7 @@ def _publish(pending: Pending, target: Location) -> None:
     """Give the written files their names; raises FileExistsError if one of the names was taken meanwhile."""
     try:
         if not is_file(target) and pending.directory.parent == target.parent:
-            pending.publish(lambda: target)
+            pending.publish()
             return
         folder = target.parent if is_file(target) else target
         # the last one is the index, where there are several

@@ -13,7 +13,7 @@ from datastates._base import log
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
 from datastates.commit.dry_run import refuse_what_cannot_commit
-from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
+from datastates.commit.ending import Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.errors import CommitError, DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
@@ -120,24 +120,12 @@ class Engine:
             error = failure
         settle(self.world, name, error, told, refuse_what_cannot_commit)
 
-    def take(
-        self,
-        collected: Collected,
-        ballot: Ballot,
-        expected: Location,
-        target: Callable[[], Location],
-        retain: Callable[[], None] = lambda: None,
-        *,
-        begin: float,
-    ) -> Snapshot:
+    def take(self, collected: Collected, ballot: Ballot, *, begin: float) -> Snapshot:
         """Take one snapshot. StorageError, DeviceError and FencedError make it fail; other errors are raised.
 
         Args:
             collected: The state, as the providers described it.
             ballot: The agreement of the ranks that commits the checkpoint.
-            expected: The checkpoint's path as it is expected now. The partial directory lies beside it.
-            target: Returns the path to commit to. Called on the coordinator at the commit.
-            retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
 
         Returns:
@@ -156,8 +144,8 @@ class Engine:
                 "jax.distributed is not, or no longer, initialized. Save before it is shut down, or give rank and "
                 "world_size"
             )
-        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin, expected)
-        return self._take(self._saver, collected, snapshot, CheckpointEnding(expected, ballot, target, retain), ballot)
+        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin, ballot.target)
+        return self._take(self._saver, collected, snapshot, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Location, *, attempt: str, begin: float
@@ -173,17 +161,9 @@ class Engine:
         """
         collected = saver.collect(providers)
         snapshot = Snapshot(0, collected.structure.nbytes, begin, path)
-        ending = FileEnding(path, identity_alone(attempt))
-        return self._take(saver, collected, snapshot, ending, ending)
+        return self._take(saver, collected, snapshot, FileEnding(path, identity_alone(attempt)))
 
-    def _take(
-        self,
-        saver: Saver,
-        collected: Collected,
-        snapshot: Snapshot,
-        ending: Ending,
-        whom: Ballot | Ending,
-    ) -> Snapshot:
+    def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, ending: Ending) -> Snapshot:
         try:
             running = saver.prepare(collected, snapshot, ending)
             work = Work(partial(self._finish, running))
@@ -203,7 +183,7 @@ class Engine:
                 raise
         except (StorageError, DeviceError, FencedError) as error:
             fail(snapshot, error)
-            self.decline(whom, error)
+            self.decline(ending, error)
             self._telling.expect(snapshot)
             self._tell(snapshot)
         except BaseException:
@@ -256,10 +236,10 @@ class Engine:
             return
         self._finish(running)
 
-    def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
-        """Tell the other ranks, in the background, that this rank takes no part in the checkpoint of ``whom``."""
+    def decline(self, ending: Ending, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
         if self.world.size > 1:
-            _do_or_here(self._aside, partial(whom.decline, error))
+            _do_or_here(self._aside, partial(ending.decline, error))
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
@@ -349,7 +329,6 @@ def take_one(
     providers: Sequence[StateProvider],
     world: World,
     ballot: Ballot,
-    target: Location,
     *,
     auto_gate: bool,
 ) -> Snapshot:
@@ -360,7 +339,6 @@ def take_one(
         providers: The state.
         world: The ranks that save together; closed with the engine.
         ballot: The agreement of the ranks that commits the checkpoint.
-        target: The path of the checkpoint.
         auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
     """
     begin = time.monotonic()
@@ -372,7 +350,7 @@ def take_one(
             engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
             at_end.pop_all()
             at_end.callback(engine.close_later)
-            return engine.take(collected, ballot, target, lambda: target, begin=begin)
+            return engine.take(collected, ballot, begin=begin)
         except BaseException as error:
             ballot.decline(error)
             raise

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from datastates.commit import health, manifest, newest, retention, sequence
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name
+from datastates.commit.names import step_name
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError
@@ -24,7 +23,7 @@ class TierTests:
     """
 
     def make(self) -> Tier:
-        """Return a tier without checkpoints, for one test."""
+        """Return a tier without checkpoints, in a place that exists, for one test."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ class TierTests:
 
     def begin(self, step: int, attempt: str | None = None) -> Uncommitted:
         """A checkpoint that is under way."""
-        return self.tier.pending(self.tier.target(step), attempt).begin()
+        return self.tier.pending(self.target(step), attempt, b"").begin()
 
     def write(self, begun: Uncommitted, rank: int = 0) -> Uncommitted:
         """Write the container of a rank into a checkpoint that is under way; returns the checkpoint."""
@@ -53,20 +52,20 @@ class TierTests:
             containers=(ContainerEntry(file=container_name(0), rank=0, nbytes=len(_DATA), index_crc32=0),),
         )
 
-    def target(self, step: int) -> Callable[[], Location]:
-        """What gives a checkpoint its path when it is committed."""
-        return lambda: self.tier.target(step, in_flight=False)
+    def target(self, step: int) -> Location:
+        """The path of the first checkpoint of a step."""
+        return self.tier.root / step_name(step)
 
     def commit(self, step: int) -> Location:
         """Save a checkpoint; returns its path."""
         begun = self.write(self.begin(step))
-        return begun.commit(self.manifest(begun, step), self.target(step))
+        return begun.commit(self.manifest(begun, step))
 
     def test_a_checkpoint_appears_at_its_commit(self) -> None:
         """Nobody sees a checkpoint before ``commit`` returns, and then all of it."""
         begun = self.write(self.begin(1))
         assert self.tier.checkpoints() == []
-        path = begun.commit(self.manifest(begun, 1), self.target(1))
+        path = begun.commit(self.manifest(begun, 1))
         (found,) = self.tier.checkpoints()
         assert (found.step, found.attempt, found.path) == (1, begun.attempt, path)
         assert manifest.open(path).step == 1
@@ -109,26 +108,26 @@ class TierTests:
         assert len(self.tier.debris()) == 1
         self.tier.sweep()
         assert self.tier.debris() == []
-        path = alive.commit(self.manifest(alive, 2), self.target(2))
+        path = alive.commit(self.manifest(alive, 2))
         assert [one.path for one in self.tier.checkpoints()] == [path]
 
     def test_ranks_write_one_checkpoint(self) -> None:
         """All ranks of an attempt write into one checkpoint, which one of them commits."""
-        target = self.tier.target(1)
+        target = self.target(1)
         ranks = [self.write(self.tier.pending(target, _ATTEMPT).begin(), number) for number in range(2)]
         for rank in ranks:
             rank.seal()
         assert len({rank.path(container_name(1)) for rank in ranks}) == 1
         ranks[1].leave()
         ranks[1].abandon()  # it does not know yet that rank 0 commits
-        path = ranks[0].commit(self.manifest(ranks[0], 1), self.target(1))
+        path = ranks[0].commit(self.manifest(ranks[0], 1))
         assert {container_name(0), container_name(1), manifest.FILE} <= {*store_of(path).names(path)}
         assert self.tier.of_attempt(target, _ATTEMPT) == path
         assert self.tier.of_attempt(target, "76543210") is None
 
     def test_a_rank_that_gives_up_removes_its_files_alone(self) -> None:
         """The files of other ranks stay until these give up, too."""
-        target = self.tier.target(1)
+        target = self.target(1)
         ranks = [self.write(self.tier.pending(target, _ATTEMPT).begin(), number) for number in range(2)]
         ranks[1].abandon()
         store = store_of(self.tier.root)

@@ -13,7 +13,7 @@ from memory_folders import MemoryFolders
 from datastates.commit import directories, fence, manifest, newest, sequence
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
-from datastates.commit.names import LOCK
+from datastates.commit.names import LOCK, step_name
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
@@ -23,12 +23,13 @@ from datastates.testing import TierTests
 
 @pytest.fixture(params=["local", "memory"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
-    """The tier of a directory that is not made yet."""
+    """The tier of an empty directory."""
+    root = Location(tmp_path / "run")
     if request.param == "memory":
-        store = MemoryFolders()
+        store, root = MemoryFolders(), Location("/nowhere/on/disk/run")
         monkeypatch.setitem(stores.KINDS, "", (lambda stage: store,) * 2)
-        return tier_of(Location("/nowhere/on/disk/run"))
-    return tier_of(Location(tmp_path / "run"))
+    folders_of(root).make_folder(root)
+    return tier_of(root)
 
 
 def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
@@ -64,13 +65,13 @@ def test_nothing_is_found_before_the_first_commit(tier: Tier) -> None:
 
 def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
     """A checkpoint whose container is written."""
-    begun = tier.pending(tier.target(step)).begin()
+    begun = tier.pending(tier.root / step_name(step), mark=b"").begin()
     folders_of(tier.root).create(begun.file("rank-00000.pt"), data)
     return begun
 
 
 def commit(tier: Tier, step: int) -> Location:
-    return pending(tier, step).commit(made(tier, step), lambda: tier.target(step, in_flight=False))
+    return pending(tier, step).commit(made(tier, step))
 
 
 def _failing(verb: str, monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
@@ -95,7 +96,7 @@ def test_a_commit_that_fails_after_the_name_is_taken_back(
     wanted = made(tier, 1)
     _failing(verb, monkeypatch, tier)
     with pytest.raises(StorageError, match="Input/output error"):
-        begun.commit(wanted, lambda: tier.target(1, in_flight=False))
+        begun.commit(wanted)
     assert newest.committed(tier) == {}
     begun.abandon()
     assert directories.entries(tier.root) == []
@@ -112,34 +113,31 @@ def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, m
 
     begun = pending(tier, 1)
     monkeypatch.setattr(kind, "rename", lose)
-    assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(newest.given(tier.root))
+    assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root))
 
 
 @pytest.mark.parametrize("owners", [["a", "a"], ["a", "b"]], ids=["one process", "two processes"])
 def test_a_newer_opening_of_another_process_fences(
     owners: list[str], tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders_of(tier.root).make_folder(tier.root)
     names = iter(owners)
     monkeypatch.setattr(fence, "_owner", lambda process: next(names))
     first, second = tier.open(), tier.open()
     monkeypatch.setattr(fence, "_owner", lambda process: "neither")
     first = tier.opening(first.encode())
     first.begin_to_save()
-    begun = tier.pending(tier.target(1), mark=first.mark).begin()
+    begun = tier.pending(tier.root / step_name(1), mark=first.mark).begin()
     folders_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")
     first.refuse_if_fenced()
     second.begin_to_save()
     if owners[0] == owners[1]:
         first.refuse_if_fenced()
-        assert begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False)) == newest.find(
-            newest.given(tier.root)
-        )
+        assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root))
         return
     with pytest.raises(FencedError, match="a newer run saves in"):
         first.refuse_if_fenced()
     with pytest.raises(StorageError):
-        begun.commit(made(tier, 1), lambda: tier.target(1, in_flight=False))
+        begun.commit(made(tier, 1))
     begun.abandon()
     assert newest.committed(tier) == {}
 

@@ -17,8 +17,7 @@ from steps import OPTIONS, providers
 import datastates as ds
 from datastates import _native
 from datastates._base.workers import Workers
-from datastates.commit.ballot import Vote
-from datastates.commit.ending import CheckpointEnding
+from datastates.commit.ballot import Ballot, Vote
 from datastates.errors import StorageError, ThreadStartError
 from datastates.saving.saver import Saver
 from datastates.storage.location import Location
@@ -66,9 +65,9 @@ def test_snapshots_are_told_one_at_a_time_in_the_order_in_which_they_were_taken(
 ) -> None:
     told: list[tuple[int, threading.Thread]] = []
     second_is_committed = threading.Event()
-    commit = CheckpointEnding.commit
+    commit = Ballot.commit
 
-    def commit_the_first_last(ending: CheckpointEnding, vote: Vote) -> Location:
+    def commit_the_first_last(ending: Ballot, vote: Vote) -> Location:
         if vote.step == 1:
             second_is_committed.wait()
         return commit(ending, vote)
@@ -76,7 +75,7 @@ def test_snapshots_are_told_one_at_a_time_in_the_order_in_which_they_were_taken(
     def note(snapshot: ds.Snapshot) -> None:
         told.append((snapshot.step, threading.current_thread()))
 
-    monkeypatch.setattr(CheckpointEnding, "commit", commit_the_first_last)
+    monkeypatch.setattr(Ballot, "commit", commit_the_first_last)
     with ds.Checkpointer(tmp_path, on_commit=note, on_error=note, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=1)
         ckpt.snapshot(providers(2), step=2).wait_committed()

@@ -11,14 +11,14 @@ from short import first
 HELD = """
 from datastates.commit.ballot import Ballot
 
-cast = Ballot.cast
+commit = Ballot.commit
 
 def held(self, *arguments):
     while RANK == 0 and self.step == 1 and not (directory.parent / "gated").exists():
         time.sleep(0.01)
-    return cast(self, *arguments)
+    return commit(self, *arguments)
 
-Ballot.cast = held
+Ballot.commit = held
 """
 
 

@@ -311,7 +311,6 @@ def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / FOLDER).is_dir()
     assert newest.committed(tier_of(tmp_path)) == {}
     assert tier_of(tmp_path).debris() == []
-    assert tier_of(tmp_path).target(1) == tmp_path / "step-00000001"
     for world in worlds:
         world.close()
 
