@@ -11,30 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from datastates.container.named_tensor import Tensor
-from datastates.state.dtypes import BY_NAME
+from datastates.state.dtypes import BY_NAME, SAFETENSORS
 
-TYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-}
-"""The format's name of each element type that ``safetensors.torch`` reads, by torch's name."""
 MOST_HEADER = 100_000_000
 """Longest header in bytes that the safetensors library reads."""
 
@@ -59,7 +37,7 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str], alignm
         ValueError: The header would be too long, or the format cannot hold a tensor; the message names it.
     """
     for tensor in tensors:
-        if tensor.dtype not in TYPES:
+        if tensor.dtype not in SAFETENSORS:
             raise ValueError(f"{tensor.key!r} is of type {tensor.dtype}, which torch's reader of safetensors lacks")
         if tensor.name == "__metadata__":
             raise ValueError(f"{tensor.key!r} cannot be named '__metadata__' in safetensors: rename it")
@@ -72,7 +50,7 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str], alignm
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for tensor, end in zip(tensors, ends, strict=True):
         entries[tensor.name] = {
-            "dtype": TYPES[tensor.dtype],
+            "dtype": SAFETENSORS[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (end - tensor.nbytes, end),
         }

@@ -27,9 +27,9 @@ from datastates.exporting.request import ExportRequest
 from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
 from datastates.formats import recognise
 from datastates.formats.format import Opened
-from datastates.reading.casting import FLOATS
 from datastates.reading.tensors import Metadata, Tensors
 from datastates.restoring.restored import of_classes, shortened
+from datastates.state.dtypes import FLOATS
 from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike
 

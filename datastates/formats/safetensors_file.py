@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from datastates.container.safetensors_header import MOST_HEADER, TYPES
+from datastates.container.safetensors_header import MOST_HEADER
 from datastates.container.table import MAX_NDIM
 from datastates.errors import FormatError, naming
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.record_file import Record
-from datastates.state.dtypes import BY_NAME
+from datastates.state.dtypes import BY_NAME, SAFETENSORS
 from datastates.state.shards import Shard
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -26,7 +26,7 @@ from datastates.storage.stores import reader
 
 NAME = "a safetensors file"
 SUFFIX = ".safetensors"
-READ = {name: dtype for dtype, name in TYPES.items()}
+READ = {name: dtype for dtype, name in SAFETENSORS.items()}
 """Torch's names of element types by the format's."""
 _LENGTH = 8
 """Bytes of the number at the beginning of a file, which is the length of the header."""

@@ -14,23 +14,12 @@ from datastates.reading.proof import check_record
 from datastates.reading.reads import Reads, Tally
 from datastates.reading.tensors import TensorFile
 from datastates.state import arrays, memory, parts, strides
-from datastates.state.dtypes import BY_NAME
+from datastates.state.dtypes import BY_NAME, FLOATS
 from datastates.state.shards import ArrayRef, Shard
 from datastates.state.strides import span
 
 WINDOW = 64 << 20
 """Largest number of bytes, in the stored type, that are in memory for conversion at the same time."""
-FLOATS = {
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-}
-"""Names of the element types that a restore converts into each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

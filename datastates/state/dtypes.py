@@ -22,6 +22,7 @@ class DType:
         storage: torch's legacy storage class, used in ``data.pkl``. None for the newer types, which torch writes as an
             untyped storage and a dtype.
         numpy: NumPy's type string, or the name of a type of ml_dtypes. None where neither has the type.
+        safetensors: The name in safetensors' headers of a type that ``safetensors.torch`` reads; else None.
         in_torch: Whether torch has tensors of the type. In ``data.pkl`` an array of another type is its bytes, as
             ``uint8``.
     """
@@ -31,31 +32,32 @@ class DType:
     itemsize: int
     storage: str | None
     numpy: str | None
+    safetensors: str | None = None
     in_torch: bool = True
 
 
 ALL = (
-    DType(0, "float64", 8, "DoubleStorage", "<f8"),
-    DType(1, "float32", 4, "FloatStorage", "<f4"),
-    DType(2, "float16", 2, "HalfStorage", "<f2"),
-    DType(3, "bfloat16", 2, "BFloat16Storage", "bfloat16"),
-    DType(4, "int64", 8, "LongStorage", "<i8"),
-    DType(5, "int32", 4, "IntStorage", "<i4"),
-    DType(6, "int16", 2, "ShortStorage", "<i2"),
-    DType(7, "int8", 1, "CharStorage", "|i1"),
-    DType(8, "uint8", 1, "ByteStorage", "|u1"),
-    DType(9, "bool", 1, "BoolStorage", "|b1"),
-    DType(10, "complex64", 8, "ComplexFloatStorage", "<c8"),
+    DType(0, "float64", 8, "DoubleStorage", "<f8", "F64"),
+    DType(1, "float32", 4, "FloatStorage", "<f4", "F32"),
+    DType(2, "float16", 2, "HalfStorage", "<f2", "F16"),
+    DType(3, "bfloat16", 2, "BFloat16Storage", "bfloat16", "BF16"),
+    DType(4, "int64", 8, "LongStorage", "<i8", "I64"),
+    DType(5, "int32", 4, "IntStorage", "<i4", "I32"),
+    DType(6, "int16", 2, "ShortStorage", "<i2", "I16"),
+    DType(7, "int8", 1, "CharStorage", "|i1", "I8"),
+    DType(8, "uint8", 1, "ByteStorage", "|u1", "U8"),
+    DType(9, "bool", 1, "BoolStorage", "|b1", "BOOL"),
+    DType(10, "complex64", 8, "ComplexFloatStorage", "<c8", "C64"),
     DType(11, "complex128", 16, "ComplexDoubleStorage", "<c16"),
-    DType(12, "uint16", 2, None, "<u2"),
-    DType(13, "uint32", 4, None, "<u4"),
-    DType(14, "uint64", 8, None, "<u8"),
+    DType(12, "uint16", 2, None, "<u2", "U16"),
+    DType(13, "uint32", 4, None, "<u4", "U32"),
+    DType(14, "uint64", 8, None, "<u8", "U64"),
     DType(15, "complex32", 4, None, None),
-    DType(16, "float8_e4m3fn", 1, None, "float8_e4m3fn"),
-    DType(17, "float8_e5m2", 1, None, "float8_e5m2"),
-    DType(18, "float8_e4m3fnuz", 1, None, "float8_e4m3fnuz"),
-    DType(19, "float8_e5m2fnuz", 1, None, "float8_e5m2fnuz"),
-    DType(20, "float8_e8m0fnu", 1, None, "float8_e8m0fnu"),
+    DType(16, "float8_e4m3fn", 1, None, "float8_e4m3fn", "F8_E4M3"),
+    DType(17, "float8_e5m2", 1, None, "float8_e5m2", "F8_E5M2"),
+    DType(18, "float8_e4m3fnuz", 1, None, "float8_e4m3fnuz", "F8_E4M3FNUZ"),
+    DType(19, "float8_e5m2fnuz", 1, None, "float8_e5m2fnuz", "F8_E5M2FNUZ"),
+    DType(20, "float8_e8m0fnu", 1, None, "float8_e8m0fnu", "F8_E8M0"),
     DType(21, "float4_e2m1fn_x2", 1, None, None),
     DType(22, "bits8", 1, None, None),
     DType(23, "bits16", 2, None, None),
@@ -63,14 +65,14 @@ ALL = (
     DType(25, "bits2x4", 1, None, None),
     DType(26, "bits4x2", 1, None, None),
     # an element of these types takes a byte in ml_dtypes' arrays, although it has fewer bits
-    DType(27, "int4", 1, None, "int4", False),
-    DType(28, "uint4", 1, None, "uint4", False),
-    DType(29, "int2", 1, None, "int2", False),
-    DType(30, "uint2", 1, None, "uint2", False),
-    DType(31, "float8_e3m4", 1, None, "float8_e3m4", False),
-    DType(32, "float8_e4m3", 1, None, "float8_e4m3", False),
-    DType(33, "float8_e4m3b11fnuz", 1, None, "float8_e4m3b11fnuz", False),
-    DType(34, "float4_e2m1fn", 1, None, "float4_e2m1fn", False),
+    DType(27, "int4", 1, None, "int4", in_torch=False),
+    DType(28, "uint4", 1, None, "uint4", in_torch=False),
+    DType(29, "int2", 1, None, "int2", in_torch=False),
+    DType(30, "uint2", 1, None, "uint2", in_torch=False),
+    DType(31, "float8_e3m4", 1, None, "float8_e3m4", in_torch=False),
+    DType(32, "float8_e4m3", 1, None, "float8_e4m3", in_torch=False),
+    DType(33, "float8_e4m3b11fnuz", 1, None, "float8_e4m3b11fnuz", in_torch=False),
+    DType(34, "float4_e2m1fn", 1, None, "float4_e2m1fn", in_torch=False),
 )
 
 BY_NAME = {d.name: d for d in ALL}
@@ -78,6 +80,9 @@ BY_STORAGE = {d.storage: d for d in ALL if d.storage is not None}
 BY_NUMPY = {d.numpy: d for d in ALL if d.numpy is not None}
 FRACTIONS = {d.name for d in ALL if d.name.startswith(("float", "bfloat", "complex"))}
 """The names of the types whose elements may be fractions."""
+FLOATS = {d.name for d in ALL if d.in_torch and d.numpy and d.name.startswith(("float", "bfloat"))} - {"float8_e8m0fnu"}
+"""The names of the types that a restore converts into each other; the one left out has powers of two only."""
+SAFETENSORS = {d.name: d.safetensors for d in ALL if d.safetensors is not None}
 TORCH = {d.name for d in ALL if d.in_torch}
 
 

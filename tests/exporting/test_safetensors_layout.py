@@ -12,12 +12,11 @@ from safetensors.torch import load, save
 
 from datastates._base.sizes import PAGE
 from datastates.container.named_tensor import Tensor
-from datastates.container.safetensors_header import TYPES
 from datastates.exporting.safetensors_layout import file_of, files_of, index_of, parse_size
-from datastates.state.dtypes import BY_NAME
+from datastates.state.dtypes import BY_NAME, SAFETENSORS
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")
-FROM_BYTES = sorted(TYPES.keys() - {"float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+FROM_BYTES = sorted(SAFETENSORS.keys() - {"float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 """The types that ``safetensors.torch.load`` knows; ``load_file`` knows all."""
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
