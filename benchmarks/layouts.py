@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from datastates.commit.claims import Claims, claims_of
-from datastates.commit.tiling import PRIME
+from datastates.commit.claims import PRIME, Claims, claims_of
 from datastates.container import checksums
 from datastates.container.index import Index, StoredObject
 from datastates.container.records import Records

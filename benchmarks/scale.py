@@ -25,8 +25,7 @@ from commit_model import Setting, simulate
 from datastates.commit import catalog, manifest
 from datastates.commit.ballot import Vote
 from datastates.commit.catalog import Catalog
-from datastates.commit.claims import claims_of, whole_claims
-from datastates.commit.tiling import PRIME
+from datastates.commit.claims import PRIME, claims_of, whole_claims
 from datastates.container import archive
 from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard

@@ -18,6 +18,7 @@ from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import tier_of
+from datastates.commit.fence import Opening
 from datastates.commit.names import checked_step
 from datastates.commit.run import Run
 from datastates.config import Options, Settings
@@ -36,12 +37,11 @@ from datastates.restoring.meeting import attempts
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
-from datastates.saving import same_place
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
 from datastates.saving.telling import Taken, call_back
-from datastates.schedule.costs import Costs
+from datastates.schedule.cadence import Costs
 from datastates.schedule.due import Due
 from datastates.schedule.last_snapshot import LastSnapshot
 from datastates.schedule.termination import Termination
@@ -94,7 +94,8 @@ class Checkpointer:
             undo.callback(executor.close)
             world = open_world(self.settings, self._root)
             undo.callback(world.close)
-            self._opening = self._tier.opening(meet(world, self._name, self._root, lambda: self._tier.open().encode()))
+            told = meet(world, self._name, self._root, lambda: Opening.begin(self._root).encode())
+            self._opening = Opening.decode(self._root, told)
             undo.pop_all()
         self._snapshots = 0
         self._restores, self._checks = itertools.count(), itertools.count()
@@ -115,7 +116,7 @@ class Checkpointer:
         needed = self._costs.seconds_until_durable
         self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
-        same_place.add(self._engine, self._root)
+        self._engine.saves_in(self._root)
 
     @property
     def failures(self) -> int:
@@ -297,7 +298,7 @@ class Checkpointer:
             attempts(self._engine.world, name),
             lambda _: executor,
             # so that the checkpoint it finds does not depend on the speed of the storage
-            wait=partial(same_place.wait, self._engine),
+            wait=self._engine.wait_in_place,
             prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
         )
         if restored is not None:

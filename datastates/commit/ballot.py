@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from datastates._base.packing import pack, unpack
-from datastates.commit import catalog, manifest, room
-from datastates.commit.claims import Claims, decode_claims, encode_claims
+from datastates.commit import catalog, manifest
+from datastates.commit.claims import PRIME, Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
 from datastates.commit.names import step_name
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
-from datastates.commit.run import Run
+from datastates.commit.run import Run, explain, is_full
 from datastates.commit.tier import Uncommitted
-from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.container.table import ShardTable
 from datastates.errors import (
@@ -231,8 +230,8 @@ class Ballot:
                 if isinstance(error, StorageError) and {error.errno, elsewhere.errno} <= set(ABSENT):
                     elsewhere.__cause__ = error
                     return elsewhere
-        if room.is_full(error):
-            room.explain(error, needed, self._run.tier.root, self._run.make_room())
+        if is_full(error):
+            explain(error, needed, self._run.tier.root, self._run.make_room())
         return error
 
     def decline(self, error: BaseException) -> None:

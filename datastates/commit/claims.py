@@ -6,16 +6,64 @@ Each rank sends its claims with its vote; the coordinator builds the catalog fro
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from datastates._base.columns import U8, U32, U64
-from datastates.commit.tiling import PRIME, cover
 from datastates.container.index import Index
 from datastates.container.table import Row, ShardTable
+from datastates.state.parts import Part
 from datastates.state.shards import full_key
+
+PRIME = 2**127 - 1
+"""The modulus of sums of covers."""
+
+
+def _random(*what: object) -> int:
+    """A number below 2**128 that looks random, and is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(ascii(what).encode(), digest_size=16).digest(), "little")
+
+
+def cover(key: str, dtype: str, part: Part) -> int:
+    """A number modulo :data:`PRIME`. The covers of parts that tile their tensors add up to 0.
+
+    Suppose that at most one part of each logical tensor has its first element. If every logical tensor is tiled exactly
+    once, by boxes only or by flat ranges only, the covers of all parts add up to 0 modulo :data:`PRIME`. Otherwise they
+    add up to 0 with a probability below 2**-100. With several first elements this does not hold: a tensor that is tiled
+    twice adds up to 0, too. So does a tensor without any element in its parts.
+
+    Args:
+        key: The logical tensor's key.
+        dtype: Its element type. Parts of another type are parts of another tensor.
+        part: The part that is held.
+    """
+    if part.is_whole:
+        return 0
+    return (_measure(key, dtype, part) - (_whole(key, dtype, part) if part.has_first else 0)) % PRIME
+
+
+def _measure(key: str, dtype: str, part: Part) -> int:
+    """An additive measure: the union of disjoint parts of one kind has the sum of their measures."""
+    tensor = (key, dtype, part.global_shape)
+    if part.flat is not None:
+        return _random(*tensor, "flat", part.flat[1]) - _random(*tensor, "flat", part.flat[0])
+    result = 1
+    for d, (begin, n) in enumerate(zip(part.offset or (), part.shape, strict=True)):
+        side = _random(*tensor, "box", d, begin + n) - _random(*tensor, "box", d, begin)
+        result = result * side % PRIME
+    return result
+
+
+def _whole(key: str, dtype: str, part: Part) -> int:
+    """The measure of the whole logical tensor, as a part of the same kind."""
+    shape = part.global_shape
+    if part.flat is None:
+        return _measure(key, dtype, Part.whole(shape))
+    n = math.prod(shape)
+    return _measure(key, dtype, Part(shape, (n,), None, (0, n)))
 
 
 def key_hash(full: str) -> int:
@@ -52,7 +100,7 @@ class Claims:
         begin, end: ``Part.bounds`` of each array; 0 and 1 for an object.
         digest: The contribution of each array to its logical tensor's digest; 0 for an object.
         digested: 1 where ``digest`` is known, else 0; 0 for an object.
-        cover: The sum of :func:`~datastates.commit.tiling.cover` over all arrays.
+        cover: The sum of :func:`~datastates.commit.claims.cover` over all arrays.
     """
 
     key: U64

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from datastates.commit.tiling import PRIME, cover
+from datastates.commit.claims import PRIME, cover
 from datastates.container.table import Row, ShardTable
 from datastates.errors import rank_names
 

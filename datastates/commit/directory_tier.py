@@ -16,7 +16,6 @@ from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
-from datastates.commit.fence import Opening
 from datastates.commit.names import LOCK, STEP, as_debris, revisions, stem_of_partial
 from datastates.commit.pending import Pending, is_begun
 from datastates.commit.tier import Committed, ReadableTier, Tier
@@ -40,14 +39,6 @@ class DirectoryTier(Tier):
         """Remember the directory; nothing is read yet. Raises ValueError for an address in a store without folders."""
         folders_of(root)
         super().__init__(root)
-
-    @override
-    def open(self) -> Opening:
-        return Opening.begin(self.root)
-
-    @override
-    def opening(self, data: bytes) -> Opening:
-        return Opening.decode(self.root, data)
 
     @override
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Pending:

@@ -10,10 +10,9 @@ import numpy as np
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog
-from datastates.commit.claims import claims_of
+from datastates.commit.claims import PRIME, claims_of
 from datastates.commit.conflicts import describe_conflicts
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
-from datastates.commit.tiling import PRIME
 from datastates.container.table import ShardTable, table_of
 from datastates.errors import CommitError
 from datastates.state.shards import Shard

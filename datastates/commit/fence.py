@@ -104,7 +104,10 @@ class Opening:
 
     @classmethod
     def begin(cls, root: Location) -> Opening:
-        """Number a new opening, as :meth:`Tier.open` does."""
+        """Number a new opening, as rank 0 does when it opens the place.
+
+        A place that cannot be written can still be read: the number is then written down by the first snapshot.
+        """
         owner = _owner(os.getpid())
         try:
             is_only = not _records(root)

@@ -6,15 +6,123 @@ A call of :func:`datastates.snapshot` is a run without an opening: it fences and
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
+from collections.abc import Callable, Iterator, Sequence
 
-from datastates.commit import retention, room
+from datastates.commit import manifest, retention
 from datastates.commit.fence import Opening
-from datastates.commit.sequence import Order
 from datastates.commit.tier import Tier
 from datastates.config import Keep
-from datastates.errors import DatastatesError
+from datastates.errors import CommitError, DatastatesError, StorageError
+from datastates.storage import folders_of
 from datastates.storage.location import Location
+
+
+def next_sequence(tier: Tier) -> int:
+    """A sequence number above the numbers of all committed checkpoints in a tier.
+
+    A manifest that cannot be read may hold a number above all others: it counts for one more.
+    """
+    every = [one.sequence for one in tier.checkpoints(known=True)]
+    return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
+
+
+class Order:
+    """Gives the checkpoints of a directory sequence numbers in the order of their snapshots, not of their commits.
+
+    Thread-safe.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        """Remember the tier; nothing is read yet."""
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._held = contextlib.ExitStack()
+        self._given = 0
+        self._begun = 0
+        self._reserved: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """As :meth:`Tier.committing`, but commits through this object do not wait for each other."""
+        with self._lock:
+            if not self._holders:
+                self._held.enter_context(self._tier.committing())
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._held.close()
+
+    @contextlib.contextmanager
+    def sequence(self, number: int, ready: Callable[[], None]) -> Iterator[int]:
+        """Yield the sequence number of snapshot ``number`` (from 0). Call once for each; commit it within the block.
+
+        ``ready`` is called before others are kept waiting.
+        """
+        ready()
+        with self._alone():
+            with self._lock:
+                least = next_sequence(self._tier)
+                before = self._begun, self._given
+                if number >= self._begun:
+                    first = max(self._given + 1, least)
+                    # snapshots taken before this one may be committed later
+                    self._reserved.update({n: first + n - self._begun for n in range(self._begun, number + 1)})
+                    self._begun, self._given = number + 1, self._reserved[number]
+                chosen = self._reserved.pop(number)
+            try:
+                yield chosen
+            except BaseException:
+                with self._lock:
+                    if self._given == chosen:
+                        # no checkpoint has this number, so others may take the numbers that were reserved with it
+                        self._begun, self._given = before
+                raise
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error means that a disk or a quota is full, on this rank or on another that has told of it."""
+    if isinstance(error, StorageError):
+        return error.errno in _FULL
+    return isinstance(error, CommitError) and any(os.strerror(number) in str(error) for number in _FULL)
+
+
+def explain(error: BaseException, needed: int, root: Location, more: str) -> None:
+    """Add to a StorageError of a full disk how many bytes are needed and free, and ``more``."""
+    if isinstance(error, StorageError):
+        free = None
+        with contextlib.suppress(StorageError):
+            free = folders_of(root).free(root)
+        has = "" if free is None else f", and {size(free)} are free in {root}"
+        error.strerror = f"{error.strerror}; the file needs {size(needed)}{has}{more}"
+
+
+def taken(paths: Sequence[Location]) -> str:
+    """How many checkpoints these are, and how much they take, by their manifests."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(DatastatesError):
+            total += manifest.open(path).nbytes
+    return f"{len(paths)} older checkpoint{'s' * (len(paths) != 1)} ({size(total)})"
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
 
 
 class Run:
@@ -90,5 +198,5 @@ class Run:
                 return f". {gone} older {which} deleted"
             if left:
                 advice = "or set keep_last" if self._keep.last is None else "or keep fewer by keep_last and keep_every"
-                return f". {room.taken(left)} could go: delete them, {advice}"
+                return f". {taken(left)} could go: delete them, {advice}"
         return ""

@@ -1,6 +1,6 @@
 """The contract of a tier: complete checkpoints in one place. Readers see a checkpoint there, whole, or not at all.
 
-A tier makes two further things: checkpoints that are pending, and openings.
+A tier also makes the checkpoints that are pending.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from datastates.commit import manifest
-from datastates.commit.fence import Opening
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import STEP
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
@@ -217,17 +216,6 @@ class Tier(ReadableTier, ABC):
     """Commits, lists, protects and deletes the checkpoints in one place."""
 
     # --- writing
-
-    @abstractmethod
-    def open(self) -> Opening:
-        """Number a new opening, as rank 0 does when it opens the place.
-
-        A place that cannot be written can still be read: the number is then written down by the first snapshot.
-        """
-
-    @abstractmethod
-    def opening(self, data: bytes) -> Opening:
-        """The opening that rank 0 encoded."""
 
     @abstractmethod
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Uncommitted:

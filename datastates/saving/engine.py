@@ -38,6 +38,7 @@ from datastates.saving.snapshot import (
 )
 from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
+from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 _MOST_ASIDE = 32
@@ -75,6 +76,7 @@ class Engine:
         self._threads = threads
         self._auto_gate = auto_gate
         self._ended = ended
+        self._place: tuple[Location, object] | None = None
         self._start()
         _engines.add(self)
 
@@ -270,6 +272,20 @@ class Engine:
         """Wait until fewer than ``fewer_than`` snapshots are in flight; by default until none is."""
         while len(pending := self.pending()) >= fewer_than:
             wait_ended(pending[:1])
+
+    def saves_in(self, root: Location) -> None:
+        """Note the directory, for :meth:`wait_in_place`; raises StorageError if it cannot be looked at."""
+        found = folders_of(root).look(root)
+        self._place = root, found and found.place  # the file system's name: the directory may have several paths
+
+    def wait_in_place(self) -> None:
+        """Wait until the state may change, and no engine of this process has a snapshot in flight in the directory."""
+        gate.pass_all()
+        assert self._place is not None
+        root, place = self._place
+        for other in list(_engines):
+            if other._place is not None and (other._place[0] == root or other._place[1] == place):
+                other.wait()
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""

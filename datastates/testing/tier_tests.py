@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datastates.commit import health, manifest, newest, retention, sequence
+from datastates.commit import health, manifest, newest, retention, run
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name
 from datastates.commit.names import step_name
 from datastates.commit.tier import Tier, Uncommitted
@@ -45,7 +45,7 @@ class TierTests:
         return Manifest(
             format=manifest.FORMAT_VERSION,
             step=step,
-            sequence=sequence.next_sequence(self.tier),
+            sequence=run.next_sequence(self.tier),
             attempt=begun.attempt,
             created=manifest.now(),
             world_size=1,

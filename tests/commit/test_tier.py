@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from memory_folders import MemoryFolders
 
-from datastates.commit import directories, fence, manifest, newest, sequence
+from datastates.commit import directories, fence, manifest, newest, run
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.names import LOCK, step_name
@@ -37,7 +37,7 @@ def made(tier: Tier, step: int, data: bytes = b"state") -> Manifest:
     return Manifest(
         format=2,
         step=step,
-        sequence=sequence.next_sequence(tier),
+        sequence=run.next_sequence(tier),
         attempt="01234567",
         created=manifest.now(),
         world_size=1,
@@ -122,9 +122,9 @@ def test_a_newer_opening_of_another_process_fences(
 ) -> None:
     names = iter(owners)
     monkeypatch.setattr(fence, "_owner", lambda process: next(names))
-    first, second = tier.open(), tier.open()
+    first, second = fence.Opening.begin(tier.root), fence.Opening.begin(tier.root)
     monkeypatch.setattr(fence, "_owner", lambda process: "neither")
-    first = tier.opening(first.encode())
+    first = fence.Opening.decode(tier.root, first.encode())
     first.begin_to_save()
     begun = tier.pending(tier.root / step_name(1), mark=first.mark).begin()
     folders_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")

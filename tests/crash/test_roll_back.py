@@ -14,7 +14,7 @@ from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates._base import faults
-from datastates.commit import manifest, newest, retention, sequence, tier
+from datastates.commit import manifest, newest, retention, run, tier
 from datastates.commit.directory_tier import tier_of
 from datastates.config import Keep
 from datastates.errors import FormatError, StorageError
@@ -169,8 +169,8 @@ def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Pat
     save(tmp_path, 80, 100)
     tier.facts_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth=2))
-    assert sequence.next_sequence(tier_of(tmp_path)) == 3
-    assert sequence.next_sequence(tier_of(tmp_path)) == 3
+    assert run.next_sequence(tier_of(tmp_path)) == 3
+    assert run.next_sequence(tier_of(tmp_path)) == 3
 
 
 @pytest.mark.long

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 from by_path import module_at
 
-from datastates.commit.claims import claims_of
-from datastates.commit.tiling import PRIME
+from datastates.commit.claims import PRIME, claims_of
 from datastates.ranks import polling
 from datastates.schedule.cadence import best_interval
 

@@ -13,8 +13,7 @@ from datastates.errors import SettingsError
 from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.ranks.world import SoloWorld
 from datastates.saving.snapshot import Snapshot, reach
-from datastates.schedule.cadence import best_interval, steps_to_wait
-from datastates.schedule.costs import Costs
+from datastates.schedule.cadence import Costs, best_interval, steps_to_wait
 from datastates.schedule.due import Due
 
 HOUR = 3600.0

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.commit import tiling as tiling_proof
-from datastates.commit.tiling import PRIME
+from datastates.commit.claims import PRIME, cover
 from datastates.state import parts, strides
 from datastates.state.parts import Part
 
@@ -155,7 +154,7 @@ Held = tuple[str, str, Part]
 def holds(held: list[Held]) -> bool:
     """Whether the parts of all ranks pass: no first element is held twice, and the covers add up to 0."""
     first = [key for key, _, part in held if part.has_first]
-    return len(set(first)) == len(first) and sum(tiling_proof.cover(*h) for h in held) % PRIME == 0
+    return len(set(first)) == len(first) and sum(cover(*h) for h in held) % PRIME == 0
 
 
 def tiling(random: random.Random, shape: tuple[int, ...]) -> list[Part]:
