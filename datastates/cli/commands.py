@@ -7,11 +7,42 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from datastates.cli import advise, completion, diff, export, inspect, ls, output, timeline, verify
-from datastates.cli.output import OutputError, WrongCallError
+from datastates.cli import advise, diff, export, inspect, ls, output, timeline, verify
+from datastates.cli.arguments import as_location
+from datastates.cli.output import OutputError, WrongCallError, say
 from datastates.errors import CheckpointNotFoundError, DatastatesError
+
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option to the parser of all commands."""
+    text = "print what completes this command in a shell, and exit"
+    parser.add_argument("--print-completion", choices=_SHELLS, action=_Print, help=text)
+
+
+class _Print(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, space: object, shell: Any, option: str | None = None) -> None:
+        """Print and exit; raises WrongCallError without shtab."""
+        try:
+            import shtab
+        except ImportError:
+            raise WrongCallError("--print-completion needs shtab: pip install 'datastates[cli]'") from None
+        for action in _actions(parser):
+            if action.type is as_location:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it
+        say(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The actions of a parser, and of the parsers of its commands."""
+    own = list(parser._actions)
+    commands = [one for action in own if isinstance(action.choices, dict) for one in action.choices.values()]
+    return own + [action for one in commands for action in _actions(one)]
+
 
 STATUS = "exit status: 0 all is well; 1 something is damaged, differs or failed; 2 a wrong call, or nothing to look at"
 
@@ -70,7 +101,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
-    completion.add_argument(parser)
+    add_argument(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (ls, inspect, verify, diff, export, timeline, advise):
         name = module.__name__.rpartition(".")[2]

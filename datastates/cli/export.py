@@ -6,9 +6,7 @@ import argparse
 import re
 
 from datastates.cli.arguments import add_checkpoint, as_location
-from datastates.cli.output import WrongCallError, as_key, print_json, printable, say
-from datastates.cli.progress import progress_bar
-from datastates.cli.show import IN_SHELL, as_size
+from datastates.cli.output import IN_SHELL, WrongCallError, as_key, as_size, print_json, printable, progress_bar, say
 from datastates.config import IoSettings
 from datastates.errors import FormatError
 from datastates.exporting.export import export

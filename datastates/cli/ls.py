@@ -9,8 +9,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from datastates.cli.arguments import as_location, as_seconds
-from datastates.cli.output import complain, flush, print_json, printable, say
-from datastates.cli.show import as_size, print_table
+from datastates.cli.output import as_size, complain, flush, print_json, print_table, printable, say
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError

@@ -6,9 +6,7 @@ import argparse
 
 from datastates.cli import output
 from datastates.cli.arguments import add_checkpoint
-from datastates.cli.output import as_key, print_json, say
-from datastates.cli.progress import progress_bar
-from datastates.cli.show import IN_SHELL, as_size
+from datastates.cli.output import IN_SHELL, as_key, as_size, print_json, progress_bar, say
 from datastates.commit import health
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import DatastatesError

@@ -10,7 +10,7 @@ import pytest
 from command import inspected, run_json
 
 import datastates as ds
-from datastates.cli.modules import MOST, Module, modules
+from datastates.cli.inspect import MOST, Module, modules
 from datastates.providers import HostTensorProvider
 
 LONG = "k" * 300

@@ -14,7 +14,7 @@ from command import run, run_json
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.cli.timeline_page import MEANINGS, _ticks, page
+from datastates.cli.timeline import MEANINGS, _ticks, page
 from datastates.executor.timeline import RESTORE_WAITS_FOR, STEP, TRAINING_THREAD, WAITS_FOR, Span
 from datastates.providers import HostTensorProvider
 

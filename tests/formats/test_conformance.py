@@ -15,7 +15,7 @@ from cases import CASES, Case, holder, weights
 from safetensors.torch import load_file, save_file
 
 import datastates as ds
-from datastates.cli import commands, show
+from datastates.cli import commands, output
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError
 from datastates.formats import recognise
 
@@ -197,7 +197,7 @@ class TestFormat:
             return  # it has not the name of a step, and is described as a checkpoint when it is named itself
         status, text = run("ls", made)
         step = "-" if case.step is None else str(case.step)
-        size = show.as_size(one["bytes"])
+        size = output.as_size(one["bytes"])
         row = [step, one["changed"], *size.split(), made.name, *case.name.split()]
         assert (status, [line.split() for line in text.splitlines()[1:]]) == (0, [row])
 
