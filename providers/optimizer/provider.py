@@ -11,11 +11,10 @@ from datastates._base.loaded import loaded
 from datastates.providers.nested.composed import check_boxes, placed_like
 from datastates.providers.nested.pairing import Differences, add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
-from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
-from datastates.providers.optimizer.parameter_names import in_live_order, name_differences
 from datastates.providers.optimizer.state_dict_tree import (
     dtensor_states,
     group_differences,
+    groups_of,
     live_where_not_restored,
     other_shapes,
     parameters_of_states,
@@ -24,7 +23,107 @@ from datastates.providers.optimizer.state_dict_tree import (
 )
 from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import dtensors, laziness, subclasses, together
+from datastates.state.nested import with_items
 from datastates.state.provider import Saved
+from datastates.state.subclasses import is_tensor
+
+
+def _names(value: Any) -> list[list[str]] | None:
+    """The names of each group's parameters; None if a parameter has none, or two parameters have the same."""
+    names = [group.get("param_names") for group in groups_of(value) or ()]
+    if not names or any(not isinstance(some, (list, tuple)) for some in names):
+        return None
+    found = [[str(name) for name in some or ()] for some in names]
+    if any(len(a) != len(group["params"]) for a, group in zip(found, value["param_groups"], strict=True)):
+        return None
+    every = [name for some in found for name in some]
+    return found if len(set(every)) == len(every) else None
+
+
+def in_live_order(stored: Any, live: Any) -> Any:
+    """Bring the groups of a stored state dict, and the parameters in each, into the order of the live state dict.
+
+    The stored state dict is returned as it is if it has this order, or if its groups do not hold the same names.
+    """
+    theirs, ours = _names(stored), _names(live)
+    if theirs is None or ours is None or theirs == ours or len(theirs) != len(ours):
+        return stored
+    by_names = {frozenset(names): number for number, names in enumerate(theirs)}
+    if {frozenset(names) for names in ours} != by_names.keys():
+        return stored
+    groups = []
+    for names in ours:
+        number = by_names[frozenset(names)]
+        numbers = dict(zip(theirs[number], stored["param_groups"][number]["params"], strict=True))
+        params = [numbers[name] for name in names]
+        groups.append({**stored["param_groups"][number], "params": params, "param_names": list(names)})
+    return {**stored, "param_groups": groups}
+
+
+def name_differences(stored: Any, live: Any) -> dict[str, str]:
+    """The difference if parameters have other places or groups in the stored state: states would be mixed up."""
+    theirs, ours = _names(stored), _names(live)
+    if theirs is None or ours is None:
+        return {}
+    places = {name: (i, j) for i, names in enumerate(theirs) for j, name in enumerate(names)}
+    here = {name: (i, j) for i, names in enumerate(ours) for j, name in enumerate(names)}
+    moved = [name for name, place in here.items() if places.get(name, place) != place]
+    if not moved:
+        return {}
+    shown = ", ".join(map(repr, moved[:4]))
+    return {"param_groups": f"parameters such as {shown} are in other places or groups in the checkpoint"}
+
+
+def loads_by_itself(optimizer: Any) -> bool:
+    """Whether hooks or methods of the optimizer's own take a state. The state may then have any form."""
+    base, kind = loaded("torch").optim.Optimizer, type(optimizer)
+    own = "load_state_dict" in vars(optimizer) or kind.load_state_dict is not base.load_state_dict
+    return own or bool(optimizer._optimizer_load_state_dict_pre_hooks) or not _is_of_torch(kind.__setstate__)
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Whether the optimizer is of ``torch.optim``. Its states have the element type of their parameter."""
+    return _is_of_torch(type(optimizer))
+
+
+def _is_of_torch(found: Any) -> bool:
+    return str(found.__module__).startswith("torch.optim.")
+
+
+def uncast(optimizer: Any, given: Any, keeps: Callable[[Any], bool]) -> dict[str, str]:
+    """Undo the conversions of torch's ``load_state_dict``, which gives states the element type of their parameter.
+
+    Args:
+        optimizer: The optimizer, which has loaded a state dict.
+        given: The state dict.
+        keeps: Tells whether a tensor in the state dict must keep its type.
+
+    Returns:
+        For each name of a state that was converted and stays so, the type before and the type now.
+    """
+    changed: dict[str, str] = {}
+
+    def back(name: str, now: Any, before: Any) -> Any:
+        if is_tensor(now) and is_tensor(before):
+            if now.dtype == before.dtype:
+                return now
+            if keeps(before):
+                return before.to(now.device)
+            changed[name] = f"{before.dtype} to {now.dtype}".replace("torch.", "")
+        elif isinstance(now, dict) and isinstance(before, dict):
+            for key in now.keys() & before.keys():
+                now[key] = back(name, now[key], before[key])
+        elif isinstance(now, list) and isinstance(before, list):
+            now[:] = [back(name, a, b) for a, b in zip(now, before, strict=True)]
+        elif isinstance(now, tuple) and isinstance(before, tuple):
+            return with_items(now, [back(name, a, b) for a, b in zip(now, before, strict=True)])
+        return now
+
+    for _, parameter, states in with_parameters(given, optimizer):
+        live = optimizer.state.get(parameter, {})
+        for name in states.keys() & live.keys() - {"step"}:  # a step on the device must be float32 for the kernel
+            live[name] = back(str(name), live[name], states[name])
+    return changed
 
 
 class OptimizerProvider(TreeProvider):
