@@ -18,9 +18,8 @@ from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
 from datastates.reading.checkpoint import Checkpoint
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.report import RestoreReport
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.restored import Restored
+from datastates.restoring.restored import Restored, RestoreReport
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot
 from datastates.state.arrays import array_shard

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from datastates.demo.text import draw, symbols
+from datastates.demo.numpy_network import draw, symbols
 from datastates.providers import from_stateful
 
 CONTEXT = 64

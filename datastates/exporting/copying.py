@@ -21,7 +21,7 @@ from datastates.container.named_tensor import Tensor
 from datastates.container.table import Row
 from datastates.errors import CorruptError
 from datastates.executor.executor import Executor
-from datastates.exporting.frame import File
+from datastates.exporting.layouts import File
 from datastates.exporting.sharing import Sharing, Stretch, stretch_of
 from datastates.reading.reads import Reads
 from datastates.reading.tensors import TensorFile

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from datastates.commit.directory_tier import sweep_beside
@@ -18,18 +20,17 @@ from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
 from datastates.errors import FormatError, StorageError
 from datastates.executor.make import make_small_executor
-from datastates.exporting import safetensors_layout as layout
-from datastates.exporting import torch_layout
+from datastates.exporting import layouts
 from datastates.exporting.copying import Copier, Origin, window_nbytes
-from datastates.exporting.frame import File
-from datastates.exporting.naming import choose, matches, names_of
-from datastates.exporting.request import ExportRequest
-from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
+from datastates.exporting.layouts import File
+from datastates.exporting.request import ExportRequest, is_file, is_torch, place_of_partial, refuse_existing
 from datastates.formats import recognise
 from datastates.formats.format import Opened
 from datastates.reading.tensors import Metadata, Tensors
+from datastates.restoring.renaming import Renames, as_text, renamed
 from datastates.restoring.restored import of_classes, shortened
 from datastates.state.dtypes import FLOATS
+from datastates.state.keys import is_inner, shown
 from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike
 
@@ -116,7 +117,7 @@ def _export(
         for file in planned:
             copier.copy(pending.file(file.name), file)
         if len(planned) > 1:
-            folders_of(target).create(pending.file(layout.INDEX), layout.index_of(planned, stored.metadata.index))
+            folders_of(target).create(pending.file(layouts.INDEX), layouts.index_of(planned, stored.metadata.index))
         _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
@@ -146,12 +147,12 @@ def _plan(
     target = request.target
     if is_torch(target):
         lost = *(name for name in texts if name != "format"), *metadata.differing
-        return [torch_layout.file_of(target.name, tensors, tied, block)], lost
+        return [layouts.torch_file_of(target.name, tensors, tied, block)], lost
     if is_file(target):
-        return [layout.file_of(target.name, tensors, tied, texts, block)], metadata.differing
-    planned = layout.files_of(tensors, tied, metadata.texts, request.shard_nbytes, block)
+        return [layouts.file_of(target.name, tensors, tied, texts, block)], metadata.differing
+    planned = layouts.files_of(tensors, tied, metadata.texts, request.shard_nbytes, block)
     if len(planned) == 1:  # there is no index
-        planned = layout.files_of(tensors, tied, texts, request.shard_nbytes, block)
+        planned = layouts.files_of(tensors, tied, texts, request.shard_nbytes, block)
     return planned, metadata.differing
 
 
@@ -217,3 +218,60 @@ def _publish(pending: Pending, target: Location) -> None:
         if error.errno in _TAKEN:
             refuse_existing(target)
         raise
+
+
+ALONE = "tensor"
+"""The name of a tensor that is all of a checkpoint."""
+
+
+def choose(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
+    """The full keys that match any of some globs, written as in a shell, as they are or as people are shown them.
+
+    The keys stay in their order.
+
+    Raises:
+        ValueError: A glob matches nothing; the message names it.
+    """
+    known = list(keys)
+    for glob in globs:
+        if not any(matches(key, [glob]) for key in known):
+            raise ValueError(f"keys: no array of the checkpoint matches {glob!r}")
+    return [key for key in known if matches(key, globs)]
+
+
+def matches(key: str, globs: Sequence[str]) -> bool:
+    """Whether a full key, or the key as people are shown it, matches any of some globs."""
+    return any(fnmatchcase(key, glob) or fnmatchcase(shown(key), glob) for glob in globs)
+
+
+def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:
+    """The name of each tensor in the export, by full key.
+
+    The name is the full key without its provider if all keys belong to one provider, else the full key. An array inside
+    a tensor has a name that people can read, unless another tensor has it; see :func:`~datastates.state.keys.shown`. A
+    tensor that is all of a checkpoint has no key, and is named :data:`ALONE`. Then the first of the renames that
+    matches a name changes it.
+
+    Raises:
+        ValueError: A rename matches nothing, two tensors would get one name, or one would get an empty name.
+    """
+    heads = {key.partition("/")[0] for key in keys}
+    lone = len(heads) == 1 and not any(map(is_inner, heads))
+    several = Counter(map(shown, keys))
+    used = set()
+    names: dict[str, str] = {}
+    keys_of: dict[str, str] = {}
+    for key in keys:
+        name = key if several[shown(key)] > 1 else shown(key)
+        name = (name.partition("/")[2] or name if lone else name) or ALONE
+        name, by = renamed(name, renames)
+        used.add(by)
+        if not name:
+            raise ValueError(f"rename: {key!r} would get an empty name")
+        if name in keys_of:
+            raise ValueError(f"rename: {keys_of[name]!r} and {key!r} would both be named {name!r}")
+        names[key], keys_of[name] = name, key
+    for old in renames:
+        if old not in used:
+            raise ValueError(f"rename: no name of an exported tensor matches {as_text(old)!r}")
+    return names

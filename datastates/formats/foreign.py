@@ -16,7 +16,6 @@ from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
-from datastates.formats.composed_tensors import ComposedTensors
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
 from datastates.reading.new_arrays import NewArrays
@@ -26,6 +25,35 @@ from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
 from datastates.storage.location import Location
+
+
+class ComposedTensors:
+    """The tensors in all files, as :class:`~datastates.reading.tensors.ComposedTensors`."""
+
+    def __init__(self, files: Sequence[ForeignFile]) -> None:
+        """Take the files of a checkpoint."""
+        self._files = [file for file in files if file.composed]
+        self.arrays: Mapping[str, Sequence[str]] = {
+            key: [*one.arrays] for file in self._files for key, one in file.composed.items()
+        }
+
+    def kind(self, full: str) -> str:
+        """The name of a tensor's class."""
+        return next(type(file.composed[full].stand).__name__ for file in self._files if full in file.composed)
+
+    def vet(self, fulls: Collection[str], trust: Trust) -> None:
+        """Refuse tensors that could not be built; raises TrustError and FormatError."""
+        for file in self._files:
+            if wanted := [full for full in fulls if full in file.composed]:
+                file.vet_composed(wanted, trust)
+
+    def build(self, arrays: Mapping[str, object], trust: Trust) -> dict[str, Any]:
+        """Build the tensors all of whose arrays are given; raises as :meth:`vet`."""
+        found: dict[str, Any] = {}
+        for file in self._files:
+            if any(full in arrays for one in file.composed.values() for full in one.arrays):
+                found |= file.build_composed(arrays, trust)
+        return found
 
 
 class Foreign:

@@ -18,8 +18,7 @@ from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, check_place
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
-from datastates.formats.legacy_parts import is_legacy
-from datastates.formats.torch_parts import HEAD, find_parts
+from datastates.formats.torch_parts import HEAD, find_parts, is_legacy
 from datastates.reading.new_arrays import NewArrays
 from datastates.state import memory
 from datastates.state.keys import join, within

@@ -36,7 +36,7 @@ class LocalStore(Folders):
     traits = Traits(has_files=True)
 
     def __init__(self, stage: str) -> None:
-        """Ignore ``stage``: only :class:`~datastates.storage.faulty.FaultyStore` uses it."""
+        """Ignore ``stage``: only :class:`~datastates.storage.stores.FaultyStore` uses it."""
         del stage
 
     def _call(self, operation: str, path: Location, point: str = "") -> contextlib.AbstractContextManager[None]:

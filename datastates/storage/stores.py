@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 from datastates._base import faults
+from datastates.errors import storage_errors
 from datastates.storage.buckets import SCHEMES, every_bucket
-from datastates.storage.faulty import FaultyStore
 from datastates.storage.folders import Folders
 from datastates.storage.local import LocalStore
 from datastates.storage.location import Location, scheme_of
 from datastates.storage.objects import Store
+
+
+class FaultyStore(LocalStore):
+    """A :class:`LocalStore` that passes the fault point ``STAGE.OPERATION`` before each system call."""
+
+    def __init__(self, stage: str) -> None:
+        """Make a store; ``stage`` begins the names of its fault points."""
+        self._stage = stage
+
+    @contextlib.contextmanager
+    def _call(self, operation: str, path: Location, point: str = "") -> Iterator[None]:
+        with storage_errors(operation, path):
+            faults.hit(f"{self._stage}.{point or operation}", str(path))
+            yield
+
 
 KINDS: dict[str, tuple[Callable[[str], Store], Callable[[str], Store]]] = {
     "": (LocalStore, FaultyStore),

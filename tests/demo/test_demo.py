@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from datastates.demo.__main__ import STEPS, train
 from datastates.demo.numpy_network import NumpyNetwork
-from datastates.demo.training import STEPS, train
 
 
 def test_the_story(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from composed import Pair
 from safetensors.torch import load_file
 
 import datastates as ds
-from datastates.exporting.naming import choose, names_of
+from datastates.exporting.export import choose, names_of
 from datastates.providers import from_state_dict, from_stateful
 from datastates.state.keys import shown
 

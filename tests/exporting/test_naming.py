@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from datastates.exporting.naming import choose, names_of
+from datastates.exporting.export import choose, names_of
 
 KEYS = ["model/a.weight", "model/a.bias", "model/b.weight", "optimizer/a.weight/exp_avg"]
 

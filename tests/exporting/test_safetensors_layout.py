@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from datastates._base.sizes import PAGE
 from datastates.container.named_tensor import Tensor
-from datastates.exporting.safetensors_layout import file_of, files_of, index_of, parse_size
+from datastates.exporting.layouts import file_of, files_of, index_of, parse_size
 from datastates.state.dtypes import BY_NAME, SAFETENSORS
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")

@@ -18,7 +18,7 @@ from datastates.cli import commands
 from datastates.container.digests import constants
 from datastates.container.named_tensor import Tensor
 from datastates.exporting import copying
-from datastates.exporting.torch_layout import file_of
+from datastates.exporting.layouts import torch_file_of
 from datastates.providers import from_state_dict, from_stateful
 
 
@@ -103,9 +103,9 @@ def test_types_that_torch_lacks_are_their_bytes(tmp_path: Path, monkeypatch: pyt
         ds.export(tmp_path / "saved", tmp_path / "out.safetensors", keys="m/int4")
 
 
-def test_a_file_of_more_than_4_gib(tmp_path: Path) -> None:
+def test_a_torch_file_of_more_than_4_gib(tmp_path: Path) -> None:
     names = {"large": 5 << 30, "small": 1000, "also": 3000}
-    file = file_of("x.pt", [Tensor(f"m/{n}", n, "uint8", (size,)) for n, size in names.items()], {}, 16 << 20)
+    file = torch_file_of("x.pt", [Tensor(f"m/{n}", n, "uint8", (size,)) for n, size in names.items()], {}, 16 << 20)
     path, plan = tmp_path / "x.pt", file.plan
     crcs = constants(np.array(list(names.values()), np.uint64))  # of zeros
     with path.open("wb") as written:  # the tensors are holes

@@ -17,8 +17,8 @@ from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.errors import StorageError
 from datastates.storage import Folders, Location, Store, folders_of
-from datastates.storage.faulty import FaultyStore
 from datastates.storage.local import LocalStore
+from datastates.storage.stores import FaultyStore
 from datastates.testing import StoreTests
 
 STORES: dict[str, Callable[[], Folders]] = {
