@@ -16,15 +16,6 @@ from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 
-def superseded(tier: Tier) -> list[Location]:
-    """The committed checkpoints whose step was saved again later, by one that looks whole.
-
-    Raises:
-        StorageError: A manifest cannot be read.
-    """
-    return _superseded(_newest_first(tier))
-
-
 def outdated(tier: Tier, keep: Keep) -> list[Location]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
 

@@ -17,7 +17,7 @@ from datastates.state import arrays, laziness, sharded_tensors, subclasses, toge
 from datastates.state.depth import deeper
 from datastates.state.destinations import Destinations
 from datastates.state.keys import is_inner, parts
-from datastates.state.known_layout import Describer, Known
+from datastates.state.known_layout import Describer
 from datastates.state.nested import leaves
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
@@ -116,12 +116,6 @@ def _plain_tree(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Knowledge:
-    form: _Form | None
-    arrays: Known | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Match:
     """How a live value takes a stored value.
 
@@ -173,12 +167,13 @@ class TreeProvider(StateProvider):
     def knowledge(self) -> object:
         """The containers, and the addresses and layouts of the arrays."""
         known = self._describer.known
-        return None if self._form is None and known is None else _Knowledge(self._form, known)
+        return None if self._form is None and known is None else (self._form, known)
 
     def learn(self, knowledge: object) -> None:
         """Take the findings of an earlier provider. Which arrays are lazy is decided anew."""
-        assert isinstance(knowledge, _Knowledge)
-        self._form, self._describer.known, self._lazy_flags = knowledge.form, knowledge.arrays, None
+        assert isinstance(knowledge, tuple)
+        self._form, self._describer.known = knowledge
+        self._lazy_flags = None
 
     @deeper()
     def shards(self) -> Sequence[Shard]:

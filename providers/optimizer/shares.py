@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from datastates._base import gc_pause
+from datastates._base.columns import I64
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.providers.optimizer.stored_states import state_key
@@ -234,3 +238,38 @@ def _part(piece: Slice, state: str, array: Shard, buffer: Buffer | None, buffer_
 
 def _torch_dtype(ref: ArrayRef) -> Any:
     return getattr(loaded("torch"), ref.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """The shards that shares make of arrays.
+
+    Attributes:
+        whole: The arrays, each described as a whole.
+        shards: The shards to save.
+        index: For each shard, the number of its array.
+    """
+
+    whole: Sequence[Shard]
+    shards: tuple[Shard, ...]
+    index: I64
+
+    @classmethod
+    @gc_pause.paused()
+    def of(cls, shares: Sequence[Share], found: Sequence[tuple[int, str, object]], whole: Sequence[Shard]) -> Spread:
+        """Ask the shares for their shards.
+
+        Args:
+            shares: The shares.
+            found: For each array, the number of its share, the name of its state, and the array.
+            whole: For each array, its description as a whole.
+
+        Raises:
+            ProviderError: An array does not fit its share.
+        """
+        rows = [
+            (i, shard)
+            for i, ((number, state, _), described) in enumerate(zip(found, whole, strict=True))
+            for shard in shares[number].shards(state, described)
+        ]
+        return cls(whole, tuple(shard for _, shard in rows), np.array([i for i, _ in rows], np.int64))

@@ -11,8 +11,7 @@ import numpy as np
 
 from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.shares import Share, WholeParameter
-from datastates.providers.optimizer.spread import Knowledge, Spread
+from datastates.providers.optimizer.shares import Share, Spread, WholeParameter
 from datastates.providers.optimizer.state_dict_tree import groups_of
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
 from datastates.state import arrays, memory, subclasses
@@ -166,13 +165,14 @@ class ShardedZeroProvider(StateProvider):
     def knowledge(self) -> object:
         """The addresses and layouts of the arrays, and the shards that the shares make of them."""
         known = self._describer.known
-        return None if known is None else Knowledge(self._forms, known, self._spread)
+        return None if known is None else (self._forms, known, self._spread)
 
     def learn(self, knowledge: object) -> None:
         """Take the findings of an earlier provider, if its shares had the same forms."""
-        assert isinstance(knowledge, Knowledge)
-        if knowledge.forms == self._forms:
-            self._describer.known, self._spread = knowledge.arrays, knowledge.spread
+        assert isinstance(knowledge, tuple)
+        forms, known, spread = knowledge
+        if forms == self._forms:
+            self._describer.known, self._spread = known, spread
 
     def shards(self) -> Sequence[Shard]:
         """The ranges that this rank holds, then the object ``param_groups``.

@@ -21,14 +21,6 @@ class _Marked:
     shards: tuple[Shard, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Knowledge:
-    kind: type[StateProvider]
-    inner: object
-    said: object
-    marked: _Marked | None
-
-
 class ReplicatedProvider(StateProvider):
     """Another provider's state that is the same on several ranks, as under data parallelism.
 
@@ -70,14 +62,15 @@ class ReplicatedProvider(StateProvider):
     def knowledge(self) -> object:
         """The knowledge of the wrapped provider, and the marked shards."""
         inner = self._provider.knowledge()
-        return None if inner is None else _Knowledge(type(self._provider), inner, self._said(), self._marked)
+        return None if inner is None else (type(self._provider), inner, self._said(), self._marked)
 
     def learn(self, knowledge: object) -> None:
         """Take the knowledge of an earlier provider, and its marked shards if it was given the same ranks."""
-        assert isinstance(knowledge, _Knowledge)
-        if knowledge.kind is type(self._provider):
-            self._provider.learn(knowledge.inner)
-            self._marked = knowledge.marked if knowledge.said == self._said() else None
+        assert isinstance(knowledge, tuple)
+        kind, inner, said, marked = knowledge
+        if kind is type(self._provider):
+            self._provider.learn(inner)
+            self._marked = marked if said == self._said() else None
 
     def stepped(self) -> Iterable[object]:
         """The parameters that the wrapped provider's optimizer changes."""

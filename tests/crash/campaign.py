@@ -41,6 +41,7 @@ from datastates._base import faults
 from datastates.commit import fence, retention
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.newest import committed
+from datastates.config import Keep
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.executor.executor import arm_faults
 from datastates.formats.own_verify import verify_container
@@ -292,7 +293,7 @@ class Audit:
             check(save.step == step, f"save {number} stands as step {step}")
             wrong = differences(found, expected_of(save))
             check(not wrong, f"save {number} differs at {wrong}")
-        known = {*there.values(), *retention.superseded(tier_of(self._root)), self._root / fence.FOLDER}
+        known = {*there.values(), *retention.outdated(tier_of(self._root), Keep()), self._root / fence.FOLDER}
         # killed between the making of the lock file and its line: the directory stays for a day, as nobody is known
         nobodys = {path.parent for path in self._root.glob("*/.lock") if not path.stat().st_size}
         left = set(self._root.iterdir()) - known - nobodys

@@ -19,6 +19,7 @@ import datastates as ds
 from datastates import _native
 from datastates.commit import fence, newest, retention
 from datastates.commit.directory_tier import tier_of
+from datastates.config import Keep
 from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.reading.every_container import open_checkpoint
@@ -99,7 +100,7 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
 
     def check(root: Path) -> list[int]:
         committed = newest.committed(tier_of(root))
-        checkpoints = {*committed.values(), *retention.superseded(tier_of(root))}
+        checkpoints = {*committed.values(), *retention.outdated(tier_of(root), Keep())}
         # killed between the making of the lock file and its line: the directory stays for a day, as nobody is known
         nobodys = {path.parent for path in root.glob("*/.lock") if not path.stat().st_size}
         assert set(tier_of(root).debris()) == set(root.iterdir()) - checkpoints - nobodys - {root / fence.FOLDER}

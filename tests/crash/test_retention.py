@@ -213,7 +213,7 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
         return found
 
     monkeypatch.setattr(kind, "numbers", numbers)
-    assert retention.superseded(tier_of(root)) == [root / "step-00000001"]
+    assert retention.outdated(tier_of(root), Keep()) == [root / "step-00000001"]
     assert listings > 0
 
 
