@@ -43,8 +43,7 @@ from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
 from datastates.saving.telling import Taken, call_back
 from datastates.schedule.cadence import Costs
 from datastates.schedule.due import Due
-from datastates.schedule.last_snapshot import LastSnapshot
-from datastates.schedule.termination import Termination
+from datastates.schedule.termination import LastSnapshot, Termination
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike

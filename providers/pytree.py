@@ -11,11 +11,10 @@ import numpy as np
 
 from datastates._base import gc_pause
 from datastates.errors import ProviderError
-from datastates.providers.nested.known_leaves import KnownLeaves
-from datastates.providers.nested.pairing import pair
-from datastates.providers.nested.stored_leaves import (
+from datastates.providers.nested.known_leaves import (
     KEY_DATA,
     KEY_NAME,
+    KnownLeaves,
     contents_of,
     is_array,
     is_static,
@@ -23,6 +22,7 @@ from datastates.providers.nested.stored_leaves import (
     refuse_callable,
     taken_apart,
 )
+from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, laziness, memory, subclasses, together
 from datastates.state.depth import deeper

@@ -13,7 +13,7 @@ from datastates.cli.output import as_size, complain, flush, print_json, print_ta
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.directory_tier import readable_tier
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
-from datastates.formats import own, recognise, unknown
+from datastates.formats import own, recognise
 from datastates.formats.recognise import Other
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -82,7 +82,7 @@ def _look(path: Location) -> _Listing:
     if kind is not None:
         return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
     if not store_of(path).is_folder(path):
-        raise CheckpointNotFoundError(f"{path} is {unknown.what_is(path) or 'neither a directory nor a checkpoint'}")
+        raise CheckpointNotFoundError(f"{path} is {recognise.what_is(path) or 'neither a directory nor a checkpoint'}")
     tier, found = readable_tier(path), []
     every = tier.checkpoints()
     known = {one.path.name for one in every}

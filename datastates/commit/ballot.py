@@ -12,8 +12,7 @@ import numpy as np
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
-from datastates.commit.claims import PRIME, Claims, decode_claims, encode_claims
-from datastates.commit.conflicts import describe_conflicts
+from datastates.commit.claims import PRIME, Claims, decode_claims, describe_conflicts, encode_claims
 from datastates.commit.names import step_name
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.commit.run import Run, explain, is_full

@@ -16,10 +16,9 @@ from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
-from datastates.commit.names import LOCK, STEP, as_debris, revisions, stem_of_partial
+from datastates.commit.names import LOCK, STEP, Writer, as_debris, revisions, stem_of_partial
 from datastates.commit.pending import Pending, is_begun
 from datastates.commit.tier import Committed, ReadableTier, Tier
-from datastates.commit.writers import Writer
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
 from datastates.storage import Folders, Lock, folders_of, store_of

@@ -31,10 +31,9 @@ from typing import NamedTuple
 
 from datastates._base import log
 from datastates._base.packing import pack, unpack
-from datastates.commit import manifest, trial, writers
+from datastates.commit import manifest, names, trial
 from datastates.commit.directories import partials
-from datastates.commit.names import LOCK, STEP, as_debris, final_of
-from datastates.commit.writers import Writer
+from datastates.commit.names import LOCK, STEP, Writer, as_debris, final_of
 from datastates.errors import FencedError, StorageError
 from datastates.storage import Folders, folders_of
 from datastates.storage.location import Location
@@ -267,7 +266,7 @@ class Opening:
 def writers_of(partial: Location) -> list[Writer]:
     """Who writes into a partial directory, as its lock file says; none without that file."""
     try:
-        return writers.decode(_store(partial).read_all(partial / LOCK, _MOST))
+        return names.decode(_store(partial).read_all(partial / LOCK, _MOST))
     except StorageError as error:
         if error.errno in ABSENT:
             return []

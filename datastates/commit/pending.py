@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from typing_extensions import override
 
-from datastates.commit import manifest, trial, writers
+from datastates.commit import manifest, names, trial
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import LOCK, partial, revisions
 from datastates.commit.tier import Uncommitted
@@ -90,7 +90,7 @@ class Pending(Uncommitted):
     def _hold(self) -> bool:
         """Lock the existing directory; returns False if another process is deleting it."""
         path = self.directory / LOCK
-        lock = folders_of(path).open_lock(path, create=writers.line(self._mark))
+        lock = folders_of(path).open_lock(path, create=names.line(self._mark))
         if lock.hold(shared=True) is False or not lock.is_at(path):
             return False
         self._lock = lock

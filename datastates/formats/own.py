@@ -1,25 +1,36 @@
-"""The checkpoints of this package: a directory with a manifest, or one container file."""
+"""The checkpoints of this package: a directory with a manifest, or one container file.
+
+They are verified by checksums, or by the bytes that their other parts imply.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from datastates._base.columns import U32
 from datastates.commit import health, manifest
-from datastates.container import archive
+from datastates.commit.catalog import encode_catalog
+from datastates.commit.claims import claims_of, describe_conflicts, whole_claims
+from datastates.container import archive, checksums, digests
 from datastates.container.file import Container, Named
 from datastates.container.pickle_reader import Trust
+from datastates.container.table import ShardTable
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
-from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.reading import whole_checkpoint
 from datastates.reading.every_container import named_in, open_checkpoint, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
+from datastates.state.parts import Part, uncovered
+from datastates.state.shards import full_key
 from datastates.storage import store_of
 from datastates.storage.location import Location
+from datastates.storage.stores import reader
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -126,3 +137,110 @@ def recognises(path: Location) -> bool:
 def open(path: Location) -> OwnCheckpoint:
     """Open a checkpoint directory or a container file."""
     return OwnCheckpoint(path)
+
+
+def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Read every byte of a container, and compare it with its checksum or with the byte that the index implies.
+
+    ``progress`` is called with the number of bytes after each read.
+    """
+    read = reader(source.path)
+    index = source.index
+    chunks = source.chunks(0, len(index.records))
+    wrong: set[int] = set()
+    columns = zip(
+        chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
+    )
+    total = np.zeros(len(index.records.crc), np.uint32)
+    # the records end to end, as one source
+    begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
+    plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
+    digester = digests.digester(plan.runs)
+    for record, offset, length, crc in columns:
+        data = read(offset, length)
+        found = checksums.crc32(data)
+        digester.update(data)
+        total[record] = checksums.crc32_combine(int(total[record]), found, length)
+        progress(length)
+        if found != crc and record not in wrong:
+            wrong.add(record)
+            yield Problem(source.path, source.name_record(record), "does not match its checksum")
+    for record in np.flatnonzero(total != index.records.crc).tolist():
+        if record not in wrong:
+            wrong.add(record)
+            yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
+    yield from _wrong_digests(source, plan, plan.contributions(total, digester.finish(), index.shards), wrong)
+    for key in _overlapping(index.shards):
+        yield Problem(source.path, key, "has parts that overlap")
+    for offset, frame in archive.frame_ranges(index):
+        if read(offset, len(frame)) != frame:
+            yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
+        progress(len(frame))
+    yield from _verify_tail(source, progress)
+
+
+def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Compare every byte of a checkpoint's catalog with the catalog that its containers imply.
+
+    ``progress`` is called with the number of bytes after each read.
+    """
+    assert head.catalog is not None
+    path, entry = head.path / head.catalog.file, head.catalog
+    text = describe_conflicts({rank: one.index.shards for rank, one in enumerate(containers)})
+    if text is not None:
+        yield Problem(path, "the containers", f"do not make one state: {text}")
+        return
+    claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
+    nbytes = np.array([one.nbytes for one in containers], np.uint64)
+    expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
+    data = store_of(path).read_all(path)
+    progress(len(data))
+    if data != expected:
+        at = _first_difference(data, expected)
+        yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
+    elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
+        yield Problem(path, "the catalog", "is not the one that the manifest names")
+
+
+def _overlapping(table: ShardTable) -> Iterator[str]:
+    """Full keys of tensors with two parts in one container that have an element in common."""
+    for rows in table.repeated():
+        whole, parts = Part.whole(rows[0].global_shape), [row.part for row in rows]
+        if sum(part.numel for part in parts) + uncovered(whole, parts) > whole.numel:
+            yield rows[0].key
+
+
+def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, damaged: set[int]) -> Iterator[Problem]:
+    """A problem for each digest that contradicts the data that was read, except in ``damaged`` records."""
+    table = source.index.shards
+    wrong = (table.digested == 1) & ((plan.known == 0) | (table.digest != found))
+    sound = np.ones(len(source.index.records), bool)
+    sound[list(damaged)] = False
+    for i in np.flatnonzero(wrong & sound[table.record]).tolist():
+        what = "its digest contradicts its data" if plan.known[i] else "has a digest, which its places do not allow"
+        yield Problem(source.path, table.row(i).key, what)
+
+
+def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
+    index = source.index
+    begin = index.records.end
+    tail = store_of(source.path).read(source.path, begin, source.nbytes - begin)
+    progress(len(tail))
+    pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]
+    damaged = [
+        o for o in index.objects if checksums.crc32(pickle[o.offset - index.pickle_offset :][: o.nbytes]) != o.crc
+    ]
+    for stored in damaged:
+        key = full_key(index.shards.providers[stored.provider], stored.key)
+        yield Problem(source.path, key, "does not match its checksum")
+    if damaged:
+        return
+    expected, _ = archive.encode_tail(index, pickle)
+    if tail != expected:
+        at = begin + _first_difference(tail, expected)
+        yield Problem(source.path, f"file framing at byte {at}", "is damaged")
+
+
+def _first_difference(a: bytes, b: bytes) -> int:
+    """The offset of the first byte that differs between two strings, or that only the longer one has."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -12,7 +12,6 @@ from functools import partial
 from datastates._base import log
 from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
-from datastates.commit.dry_run import refuse_what_cannot_commit
 from datastates.commit.ending import Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.errors import CommitError, DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
@@ -23,7 +22,7 @@ from datastates.ranks.world import SoloWorld, World, refuse_outdated
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
-from datastates.saving.dry_run import describe
+from datastates.saving.dry_run import describe, refuse_what_cannot_commit
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import (

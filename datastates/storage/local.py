@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
-from datastates.storage import mounts
+from datastates.storage import local_files
 from datastates.storage.folders import FileWriter, Folders, Lock
 from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, settle
 from datastates.storage.location import Location, PathLike
@@ -103,7 +103,7 @@ class LocalStore(Folders):
 
     @override
     def mount(self, path: Location) -> str:
-        return mounts.under(path)
+        return local_files.under(path)
 
     @override
     def target(self, link: Location) -> str:
@@ -167,12 +167,12 @@ class LocalStore(Folders):
     @override
     def make_folder(self, path: Location) -> None:
         found = self.look(path)
-        if found is not None and found.kind == "folder" and mounts.is_known(path, found.place):
+        if found is not None and found.kind == "folder" and local_files.is_known(path, found.place):
             return
-        mounts.refuse_lost(path)
+        local_files.refuse_lost(path)
         self._make(path)
         if (made := self.look(path)) is not None:
-            mounts.remember(path, made.place)
+            local_files.remember(path, made.place)
 
     def _make(self, path: Location) -> None:
         if os.path.isdir(path):

@@ -10,8 +10,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.container.unbuilt import Unbuilt
 from datastates.providers.modules.changes import changing
-from datastates.providers.modules.load_code import LoadCode, place_of
-from datastates.providers.modules.taking import Taking
+from datastates.providers.modules.taking import LoadCode, Taking, place_of
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.composed import check_boxes
 from datastates.providers.nested.pairing import add

@@ -11,7 +11,7 @@ import pytest
 import datastates as ds
 from datastates.providers import PickledObjectProvider
 from datastates.testing import ProviderTests
-from datastates.testing.equality import difference, equal
+from datastates.testing.provider_tests import difference, equal
 
 
 @pytest.mark.parametrize(

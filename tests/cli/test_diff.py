@@ -17,8 +17,7 @@ import torch
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.cli.compare import Differences, compare
-from datastates.cli.diff import Distance, distance
+from datastates.cli.diff import Differences, Distance, compare, distance
 from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict

@@ -17,7 +17,7 @@ from hold import held
 
 import datastates as ds
 from datastates._base import process
-from datastates.commit import directory_tier, writers
+from datastates.commit import directory_tier, names
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.fence import Opening
 from datastates.commit.names import LOCK, partial
@@ -167,7 +167,7 @@ def test_what_a_fenced_opening_writes_is_debris(tmp_path: Path) -> None:
     newer.begin_to_save()
     (found,) = tier_of(tmp_path).debris()  # under another name
     assert (found.stem, left[1].exists()) == (left[0].stem, True)
-    assert writers.decode((Path(found) / LOCK).read_bytes()) == [writers.Writer(1, "older", elsewhere)]
+    assert names.decode((Path(found) / LOCK).read_bytes()) == [names.Writer(1, "older", elsewhere)]
 
 
 @pytest.mark.parametrize("content", [b"", b"left over", b"12 \xff\n", b"9" * 50])

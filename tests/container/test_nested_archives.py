@@ -23,7 +23,7 @@ from datastates.cli import commands
 from datastates.container import archive, checksums, nested_archives
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError, ProviderError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.planning import write
 from datastates.state import dtypes
 

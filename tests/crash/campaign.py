@@ -44,7 +44,7 @@ from datastates.commit.newest import committed
 from datastates.config import Keep
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.executor.executor import arm_faults
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.reading.every_container import open_checkpoint
 from datastates.saving.snapshot import wait_ended, wait_free
 

@@ -21,7 +21,7 @@ from datastates.commit import fence, newest, retention
 from datastates.commit.directory_tier import tier_of
 from datastates.config import Keep
 from datastates.errors import DatastatesError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.reading.every_container import open_checkpoint
 
 SCRIPT_SECONDS = 120

@@ -36,7 +36,7 @@ from datastates.commit.directories import partials
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.fence import writers_of
 from datastates.commit.names import STEP
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
 from datastates.saving.snapshot import has_ended

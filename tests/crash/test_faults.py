@@ -25,7 +25,7 @@ from datastates._base.faults import Fault
 from datastates.commit import fence, newest
 from datastates.commit.directory_tier import tier_of
 from datastates.errors import StorageError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider
 from datastates.reading.every_container import open_checkpoint
 from datastates.state.provider import StateProvider

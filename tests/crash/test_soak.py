@@ -24,7 +24,7 @@ from datastates._base import faults
 from datastates.commit import newest
 from datastates.commit.directory_tier import tier_of
 from datastates.errors import StorageError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
 

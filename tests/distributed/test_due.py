@@ -15,7 +15,7 @@ from datastates.config import Settings
 from datastates.errors import CommitError
 from datastates.providers import HostTensorProvider
 from datastates.schedule.due import Due
-from datastates.schedule.last_snapshot import LastSnapshot
+from datastates.schedule.termination import LastSnapshot
 from datastates.storage.location import Location
 
 AUTO: dict[str, Any] = {"every": "auto", "mtbf": "1h"}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
-from datastates.formats.archived_object import ArchivedObject
+from datastates.formats.dcp import ArchivedObject
 from datastates.state.new_memory import AS_SAVED
 
 SHARDED = """

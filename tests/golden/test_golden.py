@@ -21,7 +21,7 @@ from datastates.commit import manifest
 from datastates.container import index
 from datastates.container.file import open_container
 from datastates.container.index import encode_index
-from datastates.formats.own_verify import verify_catalog, verify_container
+from datastates.formats.own import verify_catalog, verify_container
 from datastates.reading.every_container import open_checkpoint
 from datastates.reading.stored import Stored
 from datastates.state import dtypes

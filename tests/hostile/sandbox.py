@@ -26,7 +26,7 @@ from datastates.container.file import open_container
 from datastates.container.pickle_picker import Picked
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import DatastatesError, FormatError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
 

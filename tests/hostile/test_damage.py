@@ -15,7 +15,7 @@ import pytest
 import datastates as ds
 from datastates.checkpointer import Checkpointer
 from datastates.errors import DatastatesError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint
 from datastates.state.provider import StateProvider

@@ -16,7 +16,7 @@ from datastates.commit import manifest
 from datastates.container import archive, checksums
 from datastates.container.table import KINDS
 from datastates.errors import DatastatesError, FormatError
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.reading.every_container import open_checkpoint
 from datastates.state import dtypes
 

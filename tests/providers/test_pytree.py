@@ -33,7 +33,7 @@ from datastates.providers import HostTensorProvider, from_pytree, from_state_dic
 from datastates.state import jax_arrays  # noqa: E402
 from datastates.state.provider import StateProvider  # noqa: E402
 from datastates.testing import ProviderTests, equal  # noqa: E402
-from datastates.testing.equality import difference  # noqa: E402
+from datastates.testing.provider_tests import difference  # noqa: E402
 
 PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
 

@@ -16,7 +16,7 @@ from datastates.config import IoSettings
 from datastates.container.file import open_container
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.make import make_executor
-from datastates.formats import own_verify as verify
+from datastates.formats import own
 from datastates.reading import whole_checkpoint
 from datastates.reading.stored import Stored
 from datastates.storage import Location
@@ -47,7 +47,7 @@ def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path, write_fi
         assert found[3]["text"] == "ä"
         assert (found[3]["array"] == np.arange(5)).all()
     assert list(tmp_path.iterdir()) == [path]
-    assert list(verify.verify_container(open_container(path), lambda _: None)) == []
+    assert list(own.verify_container(open_container(path), lambda _: None)) == []
 
 
 @pytest.mark.parametrize("more", [{}, {"set": {1}}], ids=["plain", "of other values"])

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from datastates.ranks.world import SoloWorld
-from datastates.schedule.last_snapshot import LastSnapshot
+from datastates.schedule.termination import LastSnapshot
 
 
 class Held:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from datastates.adapters import dcp as ours
 from datastates.container.file import open_container
-from datastates.formats.own_verify import verify_container
+from datastates.formats.own import verify_container
 from datastates.state import dtypes
 
 SMALL: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}

@@ -24,7 +24,7 @@ from datastates.commit.pending import Pending, is_begun
 from datastates.errors import SettingsError, StorageError
 from datastates.files import looks
 from datastates.storage import Location
-from datastates.testing.equality import difference
+from datastates.testing.provider_tests import difference
 
 torch = pytest.importorskip("torch")
 load_file = pytest.importorskip("safetensors.torch").load_file
