@@ -14,7 +14,7 @@ import torch
 
 import datastates as ds
 from datastates.providers import from_state_dict
-from datastates.schedule.cadence import best_interval
+from datastates.schedule.due import best_interval
 from failure_model import Setting, best, lives, useful
 from measure import Plan, Result, Sample, interleave
 

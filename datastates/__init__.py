@@ -17,9 +17,8 @@ from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
 from datastates.reading.checkpoint import Checkpoint
-from datastates.restoring.comparison import Comparison
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.restored import Restored, RestoreReport
+from datastates.restoring.restored import Comparison, Restored, RestoreReport
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot
 from datastates.state.arrays import array_shard

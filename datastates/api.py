@@ -30,12 +30,11 @@ from datastates.reading.checkpoint import Checkpoint
 from datastates.reading.needed_memory import refuse_too_large
 from datastates.reading.request import ReadRequest
 from datastates.restoring import requested
-from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import attempts
 from datastates.restoring.renaming import Renames
 from datastates.restoring.request import CompareOptions, RestoreOptions, divide
 from datastates.restoring.requested import Origin
-from datastates.restoring.restored import Restored
+from datastates.restoring.restored import Comparison, Restored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving import gate
 from datastates.saving.engine import take_one

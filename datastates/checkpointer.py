@@ -41,8 +41,7 @@ from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
 from datastates.saving.telling import Taken, call_back
-from datastates.schedule.cadence import Costs
-from datastates.schedule.due import Due
+from datastates.schedule.due import Costs, Due
 from datastates.schedule.termination import LastSnapshot, Termination
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.storage import folders_of

@@ -11,8 +11,7 @@ from datastates.container.unbuilt import Unbuilt
 from datastates.providers.modules.provider import ModuleProvider
 from datastates.providers.modules.wrappers import Unwrapped
 from datastates.providers.nested.composed import check_boxes, placed_like
-from datastates.providers.nested.pairing import Differences, add, pair
-from datastates.providers.nested.sameness import own_key
+from datastates.providers.nested.pairing import Differences, add, own_key, pair
 from datastates.providers.nested.state_dict import Stateful
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.named_groups import LiveNames, is_by_name

@@ -13,11 +13,10 @@ from datastates.commit.tier import ReadableTier
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.reading.stored import Head, Stored
-from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
-from datastates.restoring.restored import Restored
+from datastates.restoring.restored import Comparison, Restored
 from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 

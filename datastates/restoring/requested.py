@@ -13,11 +13,10 @@ from datastates.executor.executor import Executor
 from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.reading.tensors import Tensors
 from datastates.restoring import newest_whole
-from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
-from datastates.restoring.restored import Restored
+from datastates.restoring.restored import Comparison, Restored
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.storage.location import Location
 

@@ -22,13 +22,12 @@ from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Tensors
 from datastates.restoring.compared import Compared
-from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
 from datastates.restoring.meeting import Fit, Meeting, RestoredPart
 from datastates.restoring.named_arrays import NamedArrays
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
+from datastates.restoring.restored import Comparison, Restored, misfit, shortened, warn_of_rest, warn_of_unverified
 from datastates.restoring.saved_state import SavedState
 from datastates.restoring.selection import Cut, Selection
 from datastates.state import dtensors
@@ -121,7 +120,18 @@ class Restore:
         self._note_parts()
         restored = [full_key(t.saved.name, shard.key) for t in self._taken for shard in t.saved.restored]
         objects = [full_key(o.saved.name, o.shard.key) for o in self._objects]
-        return Comparison.of(self._result.path, self._result, [*restored, *objects], self._reads.nbytes)
+        found = self._result
+        return Comparison(
+            found.path,
+            found.step,
+            tuple(dict.fromkeys([*restored, *objects])),  # a key of several parts occurs several times
+            found.cast_keys,
+            tuple(found.missing_keys),
+            tuple(found.unexpected_keys),
+            found.mismatched_keys,
+            tuple(found.left_out_keys),
+            self._reads.nbytes,
+        )
 
     # --- looking: what the checkpoint has for each provider
 

@@ -1,4 +1,4 @@
-""":class:`Restored`, the result of a restore, and the messages about keys that do not fit."""
+""":class:`Restored`, the result of a restore, :class:`Comparison`, and the messages about keys that do not fit."""
 
 from __future__ import annotations
 
@@ -194,3 +194,47 @@ def of_classes(key: str, kinds: Sequence[str]) -> str:
         f"{what} is saved whole, as an object of {shortened(kinds)}: load it with trust in that, as by torch.load, and "
         "save its state_dict()"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome that a restore would have, on this rank. Its text has a line for each key.
+
+    Attributes:
+        path: The path of the checkpoint; a string for an address in a store.
+        step: The training step that would be restored.
+        restored_keys: Full keys, in the live state, of the arrays and objects that would be restored, converted arrays
+            among them.
+        cast_keys: Keys of the arrays whose element type would be converted, each with the stored and the live type.
+        missing_keys, unexpected_keys, mismatched_keys, left_out_keys: As in
+            :class:`~datastates.restoring.restored.Restored`.
+        nbytes: Bytes that this rank would fill without a conversion.
+    """
+
+    path: Face
+    step: int
+    restored_keys: tuple[str, ...]
+    cast_keys: dict[str, str]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    mismatched_keys: dict[str, str]
+    left_out_keys: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a strict restore would accept the checkpoint."""
+        return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+
+    def __str__(self) -> str:
+        """The outcome for each key, one key a line."""
+        plain = [key for key in self.restored_keys if key not in self.cast_keys]
+        lines = [
+            *(("restored", key, "") for key in plain),
+            *(("cast", key, types) for key, types in self.cast_keys.items()),
+            *(("mismatched", key, what) for key, what in self.mismatched_keys.items()),
+            *(("missing", key, "not in the checkpoint") for key in self.missing_keys),
+            *(("unexpected", key, "not in the live state") for key in self.unexpected_keys),
+            *(("left out", key, "") for key in self.left_out_keys),
+        ]
+        return "\n".join([f"{self.path}, step {self.step}", *(f"  {a:<10}  {b}  {c}".rstrip() for a, b, c in lines)])

@@ -7,8 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from datastates.container.pickle_torch import is_generator
 from datastates.providers.nested.composed import check_boxes
-from datastates.providers.nested.pairing import pair
-from datastates.providers.nested.sameness import own_key, same
+from datastates.providers.nested.pairing import own_key, pair, same
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.named_groups import LiveNames
 from datastates.state import arrays, laziness, sharded_tensors

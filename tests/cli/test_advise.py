@@ -15,13 +15,13 @@ from hold import GATE, held
 import datastates as ds
 from datastates import _native
 from datastates.cli import commands
+from datastates.cli.advise import advice
 from datastates.executor import jobs
 from datastates.executor.timeline import SNAPSHOTS, STEP, TRAINING_THREAD, Span, coarse, read_trace, write_trace
 from datastates.providers import HostTensorProvider
 from datastates.saving import running
 from datastates.saving.snapshot import spans_of
-from datastates.schedule.advice import advice
-from datastates.schedule.cadence import best_interval
+from datastates.schedule.due import best_interval
 
 GB = 10**9
 

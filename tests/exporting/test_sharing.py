@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import datastates as ds
 from datastates._base.sizes import PAGE
-from datastates.exporting import copying, sharing
+from datastates.exporting import copying
 from datastates.providers import from_state_dict
 from datastates.storage import Location, store_of
 
@@ -84,7 +84,7 @@ def copied(target: int, operation: int, where: bytes) -> int:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sharing, "SHORTEST", PAGE)
+    monkeypatch.setattr(copying, "SHORTEST", PAGE)
     monkeypatch.setattr(copying, "MOST_MEMORY", 3 * 64 << 10)
     ds.snapshot([from_state_dict("m", states())], tmp_path / "saved").wait_committed()
     return tmp_path / "saved"
@@ -139,10 +139,10 @@ def test_the_files_of_many_ranks_are_not_open_at_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "ioctl", note)
     for path in paths:
         store_of(path).touch(path)
-    stretches = [sharing.Stretch(path, 0, number * PAGE, PAGE) for number, path in enumerate(paths)]
+    stretches = [copying.Stretch(path, 0, number * PAGE, PAGE) for number, path in enumerate(paths)]
     target = Location(tmp_path / "target")
     with contextlib.closing(store_of(target).writer(target, direct=False)) as writer:
-        assert len(list(sharing.Sharing(writer).share(stretches))) == len(opened) == 20
+        assert len(list(copying.Sharing(writer).share(stretches))) == len(opened) == 20
     assert opened == [{str(path)} for path in paths]
 
 

@@ -21,7 +21,7 @@ from by_path import module_at
 
 from datastates.commit.claims import PRIME, claims_of
 from datastates.ranks import polling
-from datastates.schedule.cadence import best_interval
+from datastates.schedule.due import best_interval
 
 ROOT = Path(__file__).parents[2]
 WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}

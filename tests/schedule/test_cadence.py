@@ -13,8 +13,7 @@ from datastates.errors import SettingsError
 from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.ranks.world import SoloWorld
 from datastates.saving.snapshot import Snapshot, reach
-from datastates.schedule.cadence import Costs, best_interval, steps_to_wait
-from datastates.schedule.due import Due
+from datastates.schedule.due import Costs, Due, best_interval, steps_to_wait
 
 HOUR = 3600.0
 
