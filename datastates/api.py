@@ -24,18 +24,16 @@ from datastates.exporting.export import Exported
 from datastates.exporting.request import ExportRequest
 from datastates.formats import recognise
 from datastates.formats.together import origin_of
-from datastates.ranks.together import meet
-from datastates.ranks.world import SoloWorld, World, open_world
+from datastates.ranks.world import SoloWorld, World, meet, open_world
 from datastates.reading.checkpoint import Checkpoint
 from datastates.reading.needed_memory import refuse_too_large
 from datastates.reading.request import ReadRequest
 from datastates.restoring import requested
-from datastates.restoring.meeting import attempts
+from datastates.restoring.meeting import attempts, refuse_to_meet, refuse_to_restore, telling
 from datastates.restoring.renaming import Renames
 from datastates.restoring.request import CompareOptions, RestoreOptions, divide
 from datastates.restoring.requested import Origin
 from datastates.restoring.restored import Comparison, Restored
-from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving import gate
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot

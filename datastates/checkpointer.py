@@ -30,13 +30,11 @@ from datastates.errors import (
 )
 from datastates.executor.make import make_executor, prepare
 from datastates.formats import recognise
-from datastates.ranks.together import meet
-from datastates.ranks.world import open_world, refuse_outdated
+from datastates.ranks.world import meet, open_world, refuse_outdated
 from datastates.restoring import requested
-from datastates.restoring.meeting import attempts
+from datastates.restoring.meeting import attempts, refuse_to_meet, telling
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
-from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended

@@ -14,8 +14,7 @@ from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.files import in_flight, looks
 from datastates.files.transaction import Transaction
-from datastates.ranks.together import settle
-from datastates.ranks.world import World
+from datastates.ranks.world import World, settle
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location, folders_of

@@ -21,8 +21,7 @@ from typing_extensions import Unpack
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.ranks.together import settle
-from datastates.ranks.world import world_of
+from datastates.ranks.world import settle, world_of
 from datastates.reading.reads import Tally
 from datastates.saving import gate
 from datastates.storage import Location

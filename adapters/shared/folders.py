@@ -22,8 +22,7 @@ from datastates.files import looks
 from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FolderSettings
 from datastates.files.torch_files import Lazy, TorchFiles
-from datastates.ranks.together import settle
-from datastates.ranks.world import World, world_of
+from datastates.ranks.world import World, settle, world_of
 from datastates.saving.snapshot import Snapshot, has_ended
 from datastates.storage import Location
 

@@ -29,8 +29,7 @@ from datastates.errors import (
     said,
 )
 from datastates.ranks.board_world import DONE, FAILED
-from datastates.ranks.together import is_told
-from datastates.ranks.world import World
+from datastates.ranks.world import World, is_told
 from datastates.storage import store_of
 from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT

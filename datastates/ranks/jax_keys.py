@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 from datastates._base.loaded import loaded
 from datastates.errors import UnreachableError
-from datastates.ranks.keys import Place
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.keys import Place, StoreCalls
 
 
 class Service:

@@ -10,8 +10,7 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.errors import SettingsError
-from datastates.ranks.keys import Place
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.keys import Place, StoreCalls
 
 _KEYS_AT_ONCE = 64
 

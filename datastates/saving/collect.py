@@ -13,7 +13,7 @@ from datastates._base import gc_pause
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.executor.executor import columns
-from datastates.planning import owners
+from datastates.planning import write
 from datastates.saving.replicas import is_compared, plan_replicas
 from datastates.saving.structure import Places, Structure
 from datastates.state import dtensors, versions
@@ -246,7 +246,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
         assert shard.buffer is not None
         parts.append((first, shard.buffer.nbytes, shard.replicas))
     views: dict[tuple[object, ...], int] = {}
-    shared_out = iter(owners.owners([part for part, owner in zip(parts, owned, strict=True) if owner is None]))
+    shared_out = iter(write.owners([part for part, owner in zip(parts, owned, strict=True) if owner is None]))
     for members, only in zip(groups.values(), owned, strict=True):
         owner = next(shared_out) if only is None else only
         for i in members if owner != rank else ():

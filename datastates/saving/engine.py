@@ -17,8 +17,7 @@ from datastates.config import IoSettings
 from datastates.errors import CommitError, DeviceError, FencedError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
-from datastates.ranks.together import settle
-from datastates.ranks.world import SoloWorld, World, refuse_outdated
+from datastates.ranks.world import SoloWorld, World, refuse_outdated, settle
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from datastates.planning import owners
+from datastates.planning import write
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard
 
@@ -54,7 +54,7 @@ def check_tiles(provider: StateProvider, logical: dict[str, torch.Tensor]) -> di
             assert not alike or (rank in alike and len(alike) > 1 and list(alike) == sorted(set(alike))), (key, alike)
             for other in alike:  # a rank that is named as a replica holds the same, and names the same ranks
                 assert ranks[other][key][:5] == shards[key][:5], (key, rank, other)
-            writer = owners.owners([(key, data.nbytes, alike)])[0] if alike else rank
+            writer = write.owners([(key, data.nbytes, alike)])[0] if alike else rank
             times[box] += writer == rank
         assert (times == 1).all(), (key, times)
     return {key: [shards[key][4] if key in shards else () for shards in ranks] for key in expected}

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import datastates as ds
 from datastates.errors import ProviderError
-from datastates.planning import owners
+from datastates.planning import write
 from datastates.providers import DTensorProvider, ReplicatedProvider, from_state_dict, from_stateful
 from datastates.state import arrays
 from datastates.state.shards import full_key
@@ -322,7 +322,7 @@ def writers() -> None:
     model = fully_shard(Net(), mesh=mesh)
     shards = [s for s in from_stateful("model", model).shards() if s.replicas]
     parts = [(full_key("model", s.key), s.nbytes or 0, s.replicas) for s in shards]
-    decided = {(key, alike): rank for (key, _, alike), rank in zip(parts, owners.owners(parts), strict=True)}
+    decided = {(key, alike): rank for (key, _, alike), rank in zip(parts, write.owners(parts), strict=True)}
     written = sum(nbytes for key, nbytes, alike in parts if decided[key, alike] == dist.get_rank())
     found: list[Any] = [None] * 4
     dist.all_gather_object(found, (decided, written))

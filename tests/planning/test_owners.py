@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.planning.owners import owners
+from datastates.planning.write import owners
 
 SETS = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True).map(lambda ranks: tuple(sorted(ranks)))
 PARTS = st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 1000), SETS), max_size=40).map(

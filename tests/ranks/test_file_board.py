@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import UnreachableError
-from datastates.ranks.file_board import FileBoard
+from datastates.ranks.join import FileBoard
 from datastates.storage import Location
 from datastates.storage.local import LocalStore
 

@@ -13,13 +13,13 @@ from memory_keys import Memory, MemoryKeys
 
 from datastates._base import waiting
 from datastates.errors import RanksMissingError
-from datastates.ranks import rounds
+from datastates.ranks import store_board
 from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.keys import Keys
-from datastates.ranks.rounds import Rounds
+from datastates.ranks.store_board import Rounds
 
 SECONDS = 20.0
-TRACED = (rounds.__file__, waiting.__file__)
+TRACED = (store_board.__file__, waiting.__file__)
 Later = Callable[[Callable[[], int]], "Future[int]"]
 _runs = itertools.count()
 

@@ -13,7 +13,7 @@ import pytest
 from voting import ALL, SECONDS, SIZE, agree, joined, over_directory, together
 
 from datastates.errors import DatastatesError, RanksMissingError, SettingsError, StorageError, UnreachableError
-from datastates.ranks import file_board, join
+from datastates.ranks import join
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.join import FOLDER
 from datastates.ranks.world import World, world_of
@@ -118,9 +118,11 @@ def test_runs_follow_each_other_in_one_directory(tmp_path: Path) -> None:
 def test_a_run_may_end_while_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run deletes only its own files, however long that takes."""
 
+    remove = join.remove
+
     def late(path: Path) -> None:
         time.sleep(0.1)
-        file_board.remove(path)
+        remove(path)
 
     monkeypatch.setattr(join, "remove", late)
     worlds = over_directory(tmp_path)

@@ -21,8 +21,7 @@ from datastates.adapters.dcp.save.items import Written
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
-from datastates.ranks.together import is_told, settle
-from datastates.ranks.world import World
+from datastates.ranks.world import World, is_told, settle
 from datastates.storage import Location, folders_of
 
 IN_FLIGHT = 2
@@ -108,7 +107,7 @@ class DcpEnding(FileEnding):
     def commit(self, vote: Vote) -> Location:
         """Tell the coordinator the place of each item, and hear its decision.
 
-        Raises as :func:`~datastates.ranks.together.settle` does. A CommitError may also say that the checkpoint stands
+        Raises as :func:`~datastates.ranks.world.settle` does. A CommitError may also say that the checkpoint stands
         but may not survive a power failure.
         """
         directory = self.path.parent

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from datastates.ranks.together import settle
-from datastates.ranks.world import World
+from datastates.ranks.world import World, settle
 
 _SAME, _NEW = b"=", b"+"
 
