@@ -77,7 +77,7 @@ def folders_of(path: Location, stage: str = "store") -> Folders:
     Raises:
         ValueError: The location is in a store of objects, or in none.
     """
-    store = None if path.scheme in SCHEMES else store_of(path, stage)
+    store = None if scheme_of(path) in SCHEMES else store_of(path, stage)
     if not isinstance(store, Folders):
         raise ValueError(
             f"path: {path} is in a store of objects. Checkpoints are read from there, and written to file systems "
