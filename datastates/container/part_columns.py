@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -61,12 +62,19 @@ class PartColumns:
         return cls(dtype, kind, global_ndim, global_shape, shape, place, begin, numel, in_order, is_range)
 
     @classmethod
-    def of(cls, table: ShardTable, rows: I64) -> PartColumns:
-        """Describe the rows of these numbers in a file's table."""
+    def of_each(cls, given: Sequence[tuple[ShardTable, I64]]) -> PartColumns:
+        """Describe the rows of these numbers in the tables of some files, one behind the other."""
+        width = max(int(max(table.ndim.max(initial=0), table.global_ndim.max(initial=0))) for table, _ in given)
+        each = [cls.of(table, rows, width) for table, rows in given]
+        return cls(*(np.concatenate([getattr(one, field.name) for one in each]) for field in fields(cls)))
+
+    @classmethod
+    def of(cls, table: ShardTable, rows: I64, width: int = 0) -> PartColumns:
+        """Describe the rows of these numbers in a file's table; ``width`` is the least one of the matrices."""
         ndim, kind = table.ndim[rows].astype(np.int64), table.part[rows]
         dims_at, global_at, place_at = [starts[rows] for starts in table.starts]
         global_ndim = np.where(kind == WHOLE, ndim, table.global_ndim[rows])
-        width = int(max(ndim.max(initial=0), global_ndim.max(initial=0)))
+        width = int(max(ndim.max(initial=width), global_ndim.max(initial=0)))
         shape = aligned(table.dims, dims_at, ndim, width, 1)
         global_shape, place = shape.copy(), np.zeros_like(shape)
         if (some := np.flatnonzero(kind != WHOLE)).size:
@@ -75,6 +83,11 @@ class PartColumns:
             place[some] = aligned(table.place, place_at[some], np.where(kind[some] == FLAT, 1, ndim[some]), width, 0)
         stride = aligned(table.strides, dims_at, ndim, width, 0)
         return cls.made(table.dtype[rows], kind, shape, stride, global_ndim, global_shape, place)
+
+    def tensors(self) -> PartColumns:
+        """For each part, its whole logical tensor."""
+        kind, shape = np.full_like(self.kind, WHOLE), self.global_shape
+        return self.made(self.dtype, kind, shape, row_majors(shape), self.global_ndim, shape, np.zeros_like(shape))
 
     def __len__(self) -> int:
         """The number of parts."""

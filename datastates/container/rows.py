@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates._base.columns import I64, U8, U32, U64
 from datastates.container.index import Index
-from datastates.container.table import WHOLE, Row
+from datastates.container.table import WHOLE, Row, ShardTable
 from datastates.state import dtypes, strides
 from datastates.state.runs import pairs
 from datastates.state.shards import ArrayRef, StoredArray
@@ -28,6 +28,20 @@ def place_of(row: Row) -> DataPlace:
 def place_in_pickle(stored: StoredArray) -> DataPlace:
     """The place of an array's elements, from a reference in ``data.pkl``."""
     return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
+
+
+def same_places(table: ShardTable, rows: I64) -> list[list[int]]:
+    """Groups of two or more of these rows that are the same memory, each as ascending positions in ``rows``."""
+    record, offset = table.record[rows], table.offset[rows]
+    order = np.lexsort((offset, record))
+    alike = (np.diff(record[order]) == 0) & (np.diff(offset[order]) == 0)
+    if not alike.any():
+        return []
+    suspects = np.unique(np.concatenate((order[:-1][alike], order[1:][alike]))).tolist()
+    groups: dict[DataPlace, list[int]] = {}
+    for i, row in zip(suspects, table.rows(rows[suspects].tolist()), strict=True):
+        groups.setdefault(place_of(row), []).append(i)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
@@ -95,7 +109,7 @@ class StoredRows(Mapping[str, Row]):
         numbers = np.array(index.shards.of_provider(provider), np.int64)
         self._numbers: I64 = numbers[index.shards.by_key.is_first[numbers]]
         self.keys_in_order = index.shards.packed_keys.some(self._numbers)
-        self._number = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
+        self._number: dict[str, int] = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
         self._made: dict[str, Row] = {}
 
     def __len__(self) -> int:
@@ -120,6 +134,10 @@ class StoredRows(Mapping[str, Row]):
         found = [(i, number) for i, key in enumerate(keys) if (number := self._number.get(key)) is not None]
         which, rows = np.array(found, np.int64).reshape(-1, 2).T
         return which, rows
+
+    def number(self, key: str) -> int:
+        """The number of a key's row in the table; raises KeyError if there is none."""
+        return self._number[key]
 
     def make(self, keys: Sequence[str]) -> None:
         """Make the row objects of these keys at once, which is cheaper than one by one; skips keys without a row."""
@@ -149,21 +167,13 @@ class StoredRows(Mapping[str, Row]):
     @cached_property
     def names(self) -> list[str]:
         """For each row, in the order of the index, the name of its place: the last key of the rows there."""
-        columns = self.columns(self.keys_in_order)
-        order = np.lexsort((columns.offset, columns.record))
-        record, offset = columns.record[order], columns.offset[order]
-        alike = (record[1:] == record[:-1]) & (offset[1:] == offset[:-1])
-        if not alike.any():
-            return self.keys_in_order
-        suspects = np.zeros(len(order), bool)
-        suspects[order[1:][alike]] = suspects[order[:-1][alike]] = True
-        tied = np.flatnonzero(suspects).tolist()
-        self.make([self.keys_in_order[i] for i in tied])
-        places = [place_of(self[self.keys_in_order[i]]) for i in tied]
-        last = {place: self.keys_in_order[i] for i, place in zip(tied, places, strict=True)}
-        names = list(self.keys_in_order)
-        for i, place in zip(tied, places, strict=True):
-            names[i] = last[place]
+        keys = self.keys_in_order
+        if not (tied := same_places(self._index.shards, self._numbers)):
+            return keys
+        names = list(keys)
+        for group in tied:
+            for i in group:
+                names[i] = keys[group[-1]]
         return names
 
     @cached_property

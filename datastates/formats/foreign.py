@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -12,14 +13,12 @@ import numpy as np
 from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.pickle_reader import Trust
-from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.reading.new_arrays import NewArrays
-from datastates.reading.new_tensors import is_one_row
+from datastates.reading.all_tensors import AllTensors
 from datastates.reading.proof import crc_of_record
 from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.new_memory import Into
@@ -128,7 +127,7 @@ class Foreign:
                 raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
             held = [(file, row) for file, row in parts if row.part.numel]
             if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
-                raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
+                raise self._partial(full)
             result.append((first, held))
         return result
 
@@ -138,12 +137,19 @@ class Foreign:
         Raises:
             FormatError: The parts of a tensor are of different types or shapes.
         """
-        places: dict[int, list[tuple[int, int]]] = {}
-        for part, (like, _) in enumerate(wanted):
-            for file, row in self.keys.get(like.key, ()):
-                places.setdefault(file, []).append((part, row))
-        held = [Held(self.files[file], *np.array(places[file], np.int64).T) for file in sorted(places)]
-        return Found([like for like, _ in wanted], held)
+        places = [self.keys.get(like.key, ()) for like, _ in wanted]
+        return Found([like for like, _ in wanted], self._held(places))
+
+    def _held(self, places: Iterable[Sequence[tuple[int, int]]]) -> list[Held]:
+        """For each wanted part, files and rows, in columns for each file."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for part, rows in enumerate(places):
+            for file, row in rows:
+                found.setdefault(file, []).append((part, row))
+        return [Held(self.files[file], *np.array(found[file], np.int64).T) for file in sorted(found)]
+
+    def _partial(self, full: str) -> DatastatesError:
+        return DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
 
     def _parts(self, fulls: Sequence[str]) -> dict[str, list[tuple[ForeignFile, Row]]]:
         found: dict[str, list[tuple[ForeignFile, Row]]] = {full: [] for full in fulls}
@@ -185,15 +191,12 @@ class Foreign:
         if self.composed.arrays and not into.with_torch:
             key = next(iter(self.composed.arrays))
             raise ImportError(f"{key!r} is built by torch only, which is not installed, or not wanted: framework='np'")
-        new, keys = NewArrays(into), list(self.keys)
-        found = {}
-        for key, tensor in zip(keys, self.whole(keys), strict=True):
-            if is_one_row(tensor[1]):
-                ((file, row),) = tensor[1]
-                found[key] = new.view(file, row.record, reference(row), row.offset)
-            else:
-                found[key] = new.whole(tensor)
-        new.read(executor)
+        found: dict[str, Any] = {}
+        if held := self._held(self.keys.values()):
+            with contextlib.closing(AllTensors(held, into)) as new:
+                new.begin(executor, self._partial)
+                new.finish()
+                found = {key: new.array(number) for number, key in enumerate(self.keys)}
         inside = {key: found.pop(key) for keys in self.composed.arrays.values() for key in keys}
         return found | self.composed.build(inside, trust)
 

@@ -78,13 +78,21 @@ class Live:
         table = table_of(("",), [(0, shard) for shard in shards], [0] * len(shards))
         part = PartColumns.of(table, np.arange(len(shards)))
         places = [arrays.place(s, s.stride) if ok else None for s, ok in zip(shards, part.in_order, strict=True)]
+        return cls._at(part, places, _numbered([shard.key for shard in shards]), [shard.source for shard in shards])
+
+    @classmethod
+    def of_new(cls, part: PartColumns, memory: Sequence[Buffer]) -> Live:
+        """Describe whole tensors in new memory, in row-major order."""
+        return cls._at(part, memory, np.arange(len(memory)), memory)
+
+    @classmethod
+    def _at(cls, part: PartColumns, places: Sequence[Buffer | None], tensor: I64, owners: object) -> Live:
         fits = np.array([place is not None for place in places], bool)
         known = [place or Buffer(0, 0) for place in places]
         pointer: U64 = np.array([place.pointer for place in known], np.uint64)
         device: I32 = np.array([place.device for place in known], np.int32)
         stream: U64 = np.array([place.stream for place in known], np.uint64)
-        owners = [shard.source for shard in shards]
-        return cls(part, fits, pointer, device, stream, _numbered([shard.key for shard in shards]), owners)
+        return cls(part, fits, pointer, device, stream, tensor, owners)
 
     def only(self, which: I64) -> Live:
         """The same live parts, of which only these fit."""

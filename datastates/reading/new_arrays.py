@@ -1,4 +1,4 @@
-"""Arrays in new memory: whole tensors, views of whole records, and the reads that fill them."""
+"""Arrays in new memory that are views of whole records, and the reads that fill them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from datastates.executor.executor import Executor
-from datastates.reading.new_tensors import FoundTensor, new_tensor
 from datastates.reading.proof import Check, check_block
 from datastates.reading.reads import Reads
 from datastates.reading.tensors import TensorFile
@@ -39,12 +38,6 @@ class NewArrays:
         self._blocks: dict[tuple[int, int], Any] = {}  # by file and record
         self._views: dict[tuple[object, ...], Any] = {}
 
-    def whole(self, found: FoundTensor) -> Any:
-        """Make a whole tensor with memory of its own, and queue the reads that fill it."""
-        array, check = new_tensor(found, self._into, self._queued)
-        self._checks.append(check)
-        return array
-
     def record(self, source: TensorFile, record: int, kind: str = "torch") -> Any:
         """The byte array that a whole record is read into; the same object for the same record.
 
@@ -58,7 +51,8 @@ class NewArrays:
             if self._place is not None and self._into.kind(kind) == "torch":
                 block = self._place(block)
             self._queued.add_memory(source, int(source.data_offset[record]), arrays.memory(block))
-            self._checks.append(partial(check_block, source, record, block))
+            if not source.checked:
+                self._checks.append(partial(check_block, source, record, block))
             self._blocks[id(source), record] = block
         return self._blocks[id(source), record]
 

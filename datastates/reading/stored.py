@@ -127,11 +127,6 @@ class Stored:
         """The training step that it was saved at; None for a single file outside of a checkpoint directory."""
         return self.head.step
 
-    @property
-    def is_one_file(self) -> bool:
-        """Whether one container holds the bytes of all arrays."""
-        return self.head.ranks == 1
-
     @cached_property
     def catalog(self) -> Catalog:
         """The catalog of a checkpoint that several ranks wrote.
@@ -282,10 +277,6 @@ class Stored:
             row: The number of each row in the container's table.
         """
         return [Held(container, part, row)]
-
-    def at(self, container: Container, row: Row) -> FoundRow:
-        """Where the bytes of one row of a container lie, as :meth:`placed` tells for several."""
-        return container, row
 
     def holders(self, full: str, part: Part) -> list[int]:
         """The ranks that may have saved elements of a part of a logical tensor."""

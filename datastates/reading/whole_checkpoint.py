@@ -1,40 +1,36 @@
 """Loads whole checkpoints without providers: nested arrays and objects, assembled from the parts of all ranks.
 
-It reads the rows and records of containers, not :class:`~datastates.reading.tensors.Tensors`. Objects refer to places
-in their containers, 20,000 small tensors take 0.7 s in place of 0.9, and the catalog may be lost.
+It needs all containers, and so no catalog. Where bytes lie, :meth:`datastates.reading.stored.Stored.placed` tells.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
 
+import numpy as np
+
 from datastates._base import gc_pause
+from datastates._base.columns import I64
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
-from datastates.container.logical import Logical, combine
+from datastates.container.key_table import AskedKeys
 from datastates.container.pickle_native import read_plain
 from datastates.container.pickle_reader import Trust
-from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, place_of, reference
-from datastates.container.table import KINDS, WHOLE, Row
+from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, place_of, same_places
+from datastates.container.table import ShardTable
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
+from datastates.reading.all_tensors import AllTensors
 from datastates.reading.fill import as_referred, fill
-from datastates.reading.new_arrays import NewArrays
-from datastates.reading.new_tensors import FoundTensor, reserve
 from datastates.reading.stored import Stored
 from datastates.state import memory
 from datastates.state.new_memory import AS_SAVED, Into
-from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 from datastates.storage import store_of
-
-READ_AT_ONCE = 1 << 30
-"""Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
 
 
 @gc_pause.paused()
@@ -55,39 +51,45 @@ def load(
         executor: Makes an executor for reading a number of bytes.
         trust: As for :func:`datastates.load`.
         into: Library and device of the new arrays.
-        place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
-            instead. It is used only if there is a single container, in which each tensor is one part. None uses the
-            byte array itself.
+        place: As for :class:`~datastates.reading.new_arrays.NewArrays`.
 
     Raises:
         DatastatesError: As for :func:`datastates.load`.
     """
     pickle_reader.check_trust(trust)
-    pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    has_parts = _has_parts(stored, sources[0])
-    arrays = _WholeTensors(stored, sources, into) if has_parts else _Records(sources[0], into, place)
-    with contextlib.closing(arrays.new):
-        arrays.start(executor)
+    pickles = [_read_pickle(source) for source in sources]
+    tables = [source.shards for source in sources]
+    tensors = _numbered(tables)
+    # a part in a single file is read as a tensor of its own
+    apart = store_of(stored.path).is_file(stored.path) and not tables[0].by_key.repeated
+    held = [
+        one
+        for source, tensor in zip(sources, tensors, strict=True)
+        for one in stored.placed(source, tensor, np.arange(len(tensor)))
+    ]
+    new = AllTensors(held, into, place, apart=apart)
+    rows = [_Rows(source, tensor, new) for source, tensor in zip(sources, tensors, strict=True)]
+    if not apart:
+        if len(wrong := np.flatnonzero(new.found != new.wanted)):
+            key = new.row(int(wrong[0])).key
+            raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
+        digests = _digests(tables, tensors) if any(own.tied for own in rows) else []
+        for own in rows:
+            own.refuse_untied(digests)
+    pieces = [p for source, own, data in zip(sources, rows, pickles, strict=True) for p in _pieces(source, own, data)]
+    with contextlib.closing(new):
+        # the parts have as many elements as the tensor; if one is missing, another is there twice
+        new.begin(executor, lambda key: FormatError(f"{key!r} has parts that overlap"))
         # an untrusted or damaged object stops the reads
         for piece in pieces:
             with naming(str(piece.source.path)):
-                piece.survey(arrays, trust, into)
-        arrays.new.finish()
+                piece.survey(trust, into)
+        new.finish()
     built = []
     for piece in pieces:
         with naming(str(piece.source.path)):
-            built.append(piece.built(arrays, trust, into))
+            built.append(piece.built(trust, into))
     return reduce(_merged, built) if built else {}
-
-
-def _has_parts(stored: Stored, first: Container) -> bool:
-    """Whether tensors must be put together from parts. A part in a single file is read as a tensor of its own."""
-    table, path = first.index.shards, stored.path
-    return (
-        not stored.is_one_file
-        or bool(table.by_key.repeated)
-        or (not store_of(path).is_file(path) and bool((table.part != WHOLE).any()))
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +98,7 @@ class _Piece:
 
     Attributes:
         source: The container.
+        rows: Its rows.
         provider: Name of the provider whose only object the piece is; None if it holds several providers.
         whole: Whether the piece is all of ``data.pkl``.
         opcodes: The pickle opcodes that push the piece's value.
@@ -104,45 +107,52 @@ class _Piece:
     """
 
     source: Container
+    rows: _Rows
     provider: str | None
     whole: bool
     opcodes: bytes
     value: Any = None
     complete: bool = False
 
-    def survey(self, arrays: _Arrays, trust: Trust, into: Into) -> None:
+    def survey(self, trust: Trust, into: Into) -> None:
         """Read the value before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
-            self.complete = self._read_natively(name, arrays)
+            self.complete = self._read_natively(name)
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            resolve = arrays.of(self.source)
-            self.value, self.complete = pickle_reader.survey(stream, resolve, trust=trust, with_torch=into.with_torch)
+            found = pickle_reader.survey(stream, self.rows.resolve, trust=trust, with_torch=into.with_torch)
+            self.value, self.complete = found
         if self.whole and not isinstance(self.value, dict):
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
-    def _read_natively(self, name: str, arrays: _Arrays) -> bool:
-        plain = read_plain(self.opcodes, StoredRows(self.source.index, name), logical=False)
+    def _read_natively(self, name: str) -> bool:
+        rows = StoredRows(self.source.index, name)
+        plain = read_plain(self.opcodes, rows, logical=False)
         if plain is None:
             return False
         (self.value,) = plain
+
+        def array(ref: ArrayRef) -> object:
+            named = ArrayRef(full_key(name, ref.key), ref.kind, ref.dtype, ref.shape, ref.stride)
+            return as_referred(self.rows.array(rows.number(ref.key), named), ref)
+
         try:
-            return fill(self.value, lambda ref: arrays.referred(self.source, full_key(name, ref.key), ref))
+            return fill(self.value, array)
         except (FormatError, ImportError):
             raise
         except Exception as error:  # for example a parameter of integers with the flag that it requires a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
-    def built(self, arrays: _Arrays, trust: Trust, into: Into) -> dict[str, Any]:
+    def built(self, trust: Trust, into: Into) -> dict[str, Any]:
         """Build the value, now that all arrays are read; returns the providers' values by name."""
         value = self.value
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            value = pickle_reader.loads(stream, arrays.of(self.source), trust=trust, with_torch=into.with_torch)
+            value = pickle_reader.loads(stream, self.rows.resolve, trust=trust, with_torch=into.with_torch)
         return value if self.whole or self.provider is None else {self.provider: value}
 
 
-def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
+def _pieces(source: Container, rows: _Rows, data: bytes) -> Iterator[_Piece]:
     """Cut ``data.pkl`` into pieces: one for each provider, if each provider has one object that holds everything.
 
     Otherwise the whole of ``data.pkl`` is one piece.
@@ -150,12 +160,12 @@ def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
     index, body = source.index, pickle_writer.body(data)
     names = [index.shards.providers[stored.provider] for stored in index.objects if stored.key == ""]
     if len(index.objects) != len(names) or sorted(names) != sorted(index.shards.providers):
-        yield _Piece(source, None, True, body)
+        yield _Piece(source, rows, None, True, body)
         return
     for name, stored in sorted(zip(names, index.objects, strict=True), key=lambda pair: pair[1].offset):
         begin = stored.offset - index.pickle_offset
         opcodes = data[begin : begin + stored.nbytes]
-        yield _Piece(source, name, opcodes == body, opcodes)
+        yield _Piece(source, rows, name, opcodes == body, opcodes)
 
 
 def _merged(first: Any, second: Any) -> Any:
@@ -168,130 +178,60 @@ def _merged(first: Any, second: Any) -> Any:
     return first
 
 
-def _is_tied(a: Row, of_a: Logical, b: Row, of_b: Logical) -> bool:
-    """Whether two rows at the same place are the same part of two tensors whose digests say that they are equal."""
-    return a.part == b.part and of_a.stored_digest == of_b.stored_digest
+def _numbered(tables: Sequence[ShardTable]) -> list[I64]:
+    """For each row of some tables, the number of its tensor among the tensors of all."""
+    if len(tables) == 1 and not tables[0].by_key.repeated:
+        return [np.arange(len(tables[0]))]
+    asked = AskedKeys(list(dict.fromkeys(key for table in tables for key in table.by_key)))
+    found = [table.by_key.rows(asked) for table in tables]
+    return [tensor[np.argsort(row)] for tensor, row in found]
 
 
-class _Arrays(ABC):
-    """New memory for all arrays of a checkpoint. The objects of containers refer to these arrays.
-
-    Attributes:
-        new: The arrays, and the reads that fill them.
-    """
-
-    new: NewArrays
-
-    def start(self, executor: Callable[[int], Executor]) -> None:
-        """Begin to read and verify all arrays."""
-        self.new.start(executor(self.new.nbytes))
-
-    @abstractmethod
-    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array with the full key ``full``, as a parameter or with a gradient if ``ref`` says so.
-
-        Tied arrays are the same object.
-        """
-
-    @abstractmethod
-    def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in a container; None if the index lists no array there."""
-
-    def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a reference in the objects of a container."""
-
-        def array(stored: StoredArray) -> object:
-            found = self.at(source, place_in_pickle(stored))
-            if found is None:
-                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-            return memory.with_grad(found, stored.requires_grad)
-
-        return array
+def _digests(tables: Sequence[ShardTable], tensors: Sequence[I64]) -> list[int]:
+    """For each tensor, the contributions of all its rows to its digest; -1 if one is unknown."""
+    tensor, known = np.concatenate(tensors), np.concatenate([table.digested for table in tables])
+    digest = np.zeros(int(tensor.max()) + 1, np.int64)
+    np.bitwise_xor.at(digest, tensor, np.concatenate([table.digest for table in tables]))
+    digest[tensor[known == 0]] = -1
+    return digest.tolist()
 
 
-class _WholeTensors(_Arrays):
-    """Every logical tensor in new memory, to be filled from the parts of all containers."""
+class _Rows:
+    """The rows of one container, which its objects refer to, as arrays in new memory."""
 
-    def __init__(self, stored: Stored, sources: Sequence[Container], into: Into) -> None:
-        self.new = NewArrays(into)
-        self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
-        self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
-        rows: dict[tuple[int, DataPlace], Row] = {}
-        tensors = combine([source.index.shards for source in sources])
-        found = {key: _found(stored, key, tensor, sources) for key, tensor in tensors.items()}
-        reserve(found.values(), into)
-        for key, tensor in tensors.items():
-            array = self.new.whole(found[key])
-            for number, _, row in tensor.parts:
-                source = sources[number]
-                place = self._places[id(source), key] = place_of(row)
-                other = rows.setdefault((id(source), place), row)
-                # objects refer to a place: with two tensors at one place they would get the wrong tensor
-                if other.key != key and not _is_tied(other, tensors[other.key], row, tensor):
-                    both = f"{other.key!r} and {key!r}"
-                    raise FormatError(f"{both} share memory in {source.path}, but are different tensors")
-                self._arrays[id(source), place] = array
+    def __init__(self, source: Container, tensor: I64, new: AllTensors) -> None:
+        """Take for each row the number of its tensor."""
+        self._source, self._tensor, self._new = source, tensor.tolist(), new
+        self.tied = same_places(source.shards, np.arange(len(tensor)))
+        # objects refer to a place: of several tensors there, the last one is meant
+        self._last = {n: max(group, key=self._tensor.__getitem__) for group in self.tied for n in group}
 
-    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        return as_referred(self._arrays[id(source), self._places[id(source), full]], ref)
+    def refuse_untied(self, digest: Sequence[int]) -> None:
+        """Raise FormatError if two tensors are the same memory here, but differ: an object would get the wrong one."""
+        for group in self.tied:
+            first, *others = self._source.shards.rows(group)
+            for number, row in zip(group[1:], others, strict=True):
+                tensors = self._tensor[group[0]], self._tensor[number]
+                if len(set(tensors)) > 1 and (row.part != first.part or len({digest[n] for n in tensors}) > 1):
+                    both = f"{first.key!r} and {row.key!r}"
+                    raise FormatError(f"{both} share memory in {self._source.path}, but are different tensors")
 
-    def at(self, source: Container, place: DataPlace) -> Any:
-        return self._arrays.get((id(source), place))
+    def array(self, number: int, ref: ArrayRef | None = None) -> Any:
+        """The tensor of a row, which ``ref`` describes if that is known. Tied tensors are the same object."""
+        last = self._last.get(number, number)
+        return self._new.array(self._tensor[last], None if ref is None else (self._source, last, ref))
 
-
-def _found(stored: Stored, key: str, tensor: Logical, sources: Sequence[Container]) -> FoundTensor:
-    """The parts of a tensor, each with its file; raises FormatError if parts overlap or are missing."""
-    if not tensor.is_complete:
-        raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-    # the parts have as many elements as the tensor; if one is missing, another is there twice
-    if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
-        raise FormatError(f"{key!r} has parts that overlap")
-    return tensor.parts[0][2], [stored.at(sources[number], row) for number, _, row in tensor.parts if row.part.numel]
-
-
-class _Records(_Arrays):
-    """Every record of one container in new memory, and the arrays that are views of it."""
-
-    def __init__(self, source: Container, into: Into, place: Callable[[Any], Any] | None) -> None:
-        self._source = source
-        self._into = into
-        self.new = NewArrays(into, place)
-        self._table = table = source.index.shards
-        self._numbers = dict(zip(table.by_key, range(len(table)), strict=True))
-        self._record, self._offset = table.record.tolist(), table.offset.tolist()
-        # torch memory can be viewed as arrays of both libraries: torch, the last in order, wins a record with both
-        kinds = (into.kind(KINDS[kind]) for kind in table.kind.tolist())
-        self._kinds = dict(sorted(zip(self._record, kinds, strict=True)))
-
-    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        return as_referred(self._array(source, self._numbers[full], replace(ref, key=full)), ref)
-
-    def at(self, source: Container, place: DataPlace) -> Any:
-        number = self._by_place.get(place)
-        return None if number is None else self._array(source, number, reference(self._table.row(number)))
+    def resolve(self, stored: StoredArray) -> object:
+        """The tensor for a reference in the container's objects."""
+        number = self._by_place.get(place_in_pickle(stored))
+        if number is None:
+            raise FormatError(f"an array of record {stored.record!r} that the index does not list")
+        return memory.with_grad(self.array(number), stored.requires_grad)
 
     @cached_property
     def _by_place(self) -> dict[DataPlace, int]:
-        return {place_of(row): number for number, row in enumerate(self._table.rows(range(len(self._table))))}
-
-    def _array(self, source: Container, number: int, ref: ArrayRef) -> Any:
-        """The array of row number ``number``. Tied arrays are the same object."""
-        return self.new.view(source, self._record[number], ref, self._offset[number])
-
-    def start(self, executor: Callable[[int], Executor]) -> None:
-        """Allocate memory for all records, and meanwhile begin to read and verify them."""
-        sizes = self._source.index.records.nbytes.tolist()
-        made = executor(sum(sizes))
-        if self._into.device is not None:
-            memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._into.device)
-        waiting = 0  # summed here, as `NewArrays.nbytes` sorts all queued reads
-        for record, nbytes in enumerate(sizes):
-            self.new.record(self._source, record, self._kinds.get(record, "numpy"))
-            waiting += nbytes
-            if waiting >= READ_AT_ONCE:
-                self.new.start(made)
-                waiting = 0
-        self.new.start(made)
+        rows = self._source.shards.rows(range(len(self._tensor)))
+        return {place_of(row): number for number, row in enumerate(rows)}
 
 
 def _read_pickle(source: Container) -> bytes:

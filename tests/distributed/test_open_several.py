@@ -24,7 +24,7 @@ from datastates.commit import catalog
 from datastates.container.file import open_container, read_index
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
-from datastates.state.arrays import array_shard
+from datastates.state.arrays import array_shard, shards_of
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
 from datastates.testing import equal
@@ -222,6 +222,40 @@ def test_load_refuses_tensors_that_are_the_same_memory_on_one_rank_only(threads:
     with ds.open(tmp_path / "7", **SMALL) as checkpoint:
         assert checkpoint["tied/a"].tolist() == [[0.0] * 4, [1.0] * 4]
         assert checkpoint["tied/b"].tolist() == [[0.0] * 4, [7.0] * 4]
+
+
+class InOneStorage(StateProvider):
+    """Two tensors on rank 0, and perhaps a row of a third one, in one storage; rank 1 has the other row."""
+
+    def __init__(self, rank: int, keys: str) -> None:
+        super().__init__("own")
+        self.rank, self.keys = rank, keys
+
+    def shards(self) -> list[Shard]:
+        storage = torch.arange(12.0)
+        views = dict(zip("abc", storage.view(3, 1, 4), strict=True))
+        keys = [key for key in self.keys if self.rank == 0 or key == "c"]
+        shards = shards_of(keys, [views[key] for key in keys], [False] * len(keys))
+        part = {"global_shape": (2, 4), "offset": (self.rank, 0)}
+        return [replace(shard, **part) if shard.key == "c" else shard for shard in shards]
+
+    def destinations(self, saved: Saved) -> list[Shard]:
+        return []
+
+
+@pytest.mark.parametrize(("keys", "together"), [("ab", True), ("abc", False)])
+def test_tensors_of_one_storage_share_it_unless_it_has_parts_of_others(
+    threads: Any, tmp_path: Path, keys: str, together: bool
+) -> None:
+    def one(rank: int) -> None:
+        ds.snapshot([InOneStorage(rank, keys)], tmp_path / "c", **SMALL).wait_committed()
+
+    assert threads(2, one) == [None, None]
+    loaded = ds.load(tmp_path / "c", **SMALL)["own"]
+    assert [loaded[key].tolist() for key in "ab"] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert [loaded[key].untyped_storage().nbytes() for key in "ab"] == ([32, 32] if together else [16, 16])
+    if not together:
+        assert loaded["c"].tolist() == [[8, 9, 10, 11]] * 2
 
 
 class Repeated(StateProvider):

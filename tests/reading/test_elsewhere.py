@@ -1,4 +1,4 @@
-"""The seam for a tensor whose bytes lie in another checkpoint: ``Stored.placed``, ``Stored.at``, ``is_one_file``."""
+"""The seam for a tensor whose bytes lie in another checkpoint: ``Stored.placed``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import datastates as ds
 from datastates._base.columns import I64
 from datastates.commit.manifest import container_name
 from datastates.container.file import Container, open_container
-from datastates.container.table import Row
 from datastates.errors import CorruptError
 from datastates.providers import from_state_dict
 from datastates.reading.stored import Stored
-from datastates.reading.tensors import FoundRow, Held
+from datastates.reading.tensors import Held
 from datastates.storage import Location
 
 STATE = {"w": torch.arange(5000.0), "b": torch.arange(7.0)}
@@ -61,11 +60,6 @@ def test_a_tensor_is_read_from_an_older_checkpoint(how: str, tmp_path: Path, mon
     with pytest.raises(CorruptError):
         READ[how](tmp_path / "newer")
 
-    def at(stored: Stored, container: Container, row: Row) -> FoundRow:
-        if (container.path, row.key) != (newer.path, "s/w"):
-            return container, row
-        return older, older.shards.row(older.shards.by_key["s/w"])
-
     def placed(stored: Stored, container: Container, part: I64, row: I64) -> list[Held]:
         if container.path != newer.path:
             return [Held(container, part, row)]
@@ -73,8 +67,6 @@ def test_a_tensor_is_read_from_an_older_checkpoint(how: str, tmp_path: Path, mon
         there = np.full(int(moved.sum()), older.shards.by_key["s/w"])
         return [Held(newer, part[~moved], row[~moved]), Held(older, part[moved], there)]
 
-    monkeypatch.setattr(Stored, "is_one_file", False)
-    monkeypatch.setattr(Stored, "at", at)
     monkeypatch.setattr(Stored, "placed", placed)
     read = READ[how](tmp_path / "newer")
     assert {key: array.tolist() for key, array in read.items()} == {key: array.tolist() for key, array in STATE.items()}
