@@ -128,20 +128,29 @@ def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpac
     """
     name, known = "restore", sorted(RestoreOptions.__optional_keys__)
     request, settings = divide(options, known)
-    with _met(name, providers, path, settings, known) as (executor, given, origin, world):
-        restored = requested.restore(origin, providers, request, attempts(world, name), executor, wait=gate.pass_all)
+    with _met(name, providers, path, settings, known, gate.pass_all) as (executor, given, origin, world):
+        restored = requested.restore(origin, providers, request, attempts(world, name), executor)
     return recognise.refuse_absence(given, request.get("step")) if restored is None else restored
 
 
 @contextlib.contextmanager
 def _met(
-    name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any], known: Sequence[str]
+    name: str,
+    providers: Sequence[StateProvider],
+    path: PathLike,
+    options: Mapping[str, Any],
+    known: Sequence[str],
+    wait: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Callable[[int], Executor], Location, Origin, World]]:
-    """Yield a maker of executors, the path, what is restored from it, and the ranks that restore."""
+    """Yield a maker of executors, the path, what is restored from it, and the ranks that restore.
+
+    ``wait`` is called before the path is looked at: what is committed meanwhile is found.
+    """
     with telling(lambda: recognise.meeting_place(Location.of(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options, known)
         refuse_path(providers)
         given = Location.of(path)
+        wait()
         origin = origin_of(given)
     with contextlib.closing(open_world(settings, recognise.meeting_place(given))) as world:
         yield partial(make_executor, settings), given, origin, world
@@ -253,13 +262,14 @@ def _load_like(
 
     if not isinstance(like, Mapping):
         raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
+    gate.pass_all()  # before the look: what is committed meanwhile is found
     origin = origin_of(path)
     # the names in a file of safetensors, say: no provider's name is in front of them
     is_bare = not isinstance(origin, Given) and all(is_leaf(tree) for tree in like.values())
     trees = {"like": dict(like)} if is_bare else like
     providers = [from_pytree(name, tree) for name, tree in trees.items()]
     meetings = attempts(SoloWorld(), "load")
-    if requested.restore(origin, providers, options, meetings, executor, wait=gate.pass_all) is None:
+    if requested.restore(origin, providers, options, meetings, executor) is None:
         recognise.refuse_absence(path, options["step"])
     found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
     return found["like"] if is_bare else found

@@ -31,7 +31,7 @@ def restore(
     meetings: Callable[[int], Meeting],
     executor: Callable[[int], Executor],
     *,
-    wait: Callable[[], None],
+    wait: Callable[[], None] = lambda: None,
     prove: Callable[[], None] = lambda: None,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
