@@ -20,6 +20,8 @@ from datastates.errors import FormatError
 FORMAT_VERSION = 1
 _MAX_STRING = 1 << 16
 _MAX_CRC = 0xFFFFFFFF
+_HASH, _MAX_HASH_NAME = 16, 64
+"""Bytes of a hash, and the most characters of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Index:
         objects: The objects in ``data.pkl``.
         pickle_offset, pickle_nbytes, pickle_crc: The place of the data of ``data.pkl`` in the file, and its CRC-32.
         nested: Whether each record is an archive by itself: see :mod:`datastates.container.nested_archives`.
+        hashes: The name of a hash of 128 bits, the hashes of all chunks, and those of all arrays; None if there are
+            none. They are not looked at yet.
     """
 
     identity: dict[str, int | str]
@@ -66,6 +70,7 @@ class Index:
     pickle_nbytes: int
     pickle_crc: int
     nested: bool = False
+    hashes: tuple[str, bytes, bytes] | None = None
 
     @cached_property
     def first_chunk(self) -> I64:
@@ -130,6 +135,7 @@ def encode_index(index: Index) -> bytes:
             ],
             "pickle": [index.pickle_offset, index.pickle_nbytes, index.pickle_crc],
             **({"nested": True} if index.nested else {}),
+            **({} if index.hashes is None else {"hashes": index.hashes}),
         }
     )
 
@@ -169,6 +175,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             pickle_nbytes=fields["pickle"][1],
             pickle_crc=fields["pickle"][2],
             nested=_nested(fields),
+            hashes=_hashes(fields),
         )
     except FormatError:
         raise
@@ -191,6 +198,18 @@ def _nested(fields: dict[str, Any]) -> bool:
     if "nested" in fields and fields["nested"] is not True:
         raise FormatError("index: nested is there and not true")
     return "nested" in fields
+
+
+def _hashes(fields: dict[str, Any]) -> tuple[str, bytes, bytes] | None:
+    if "hashes" not in fields:
+        return None
+    name, chunks, arrays = fields["hashes"]
+    counts = len(fields["chunk_crc"]) // 4, len(fields["key_nbytes"]) // 4
+    if (type(name), type(chunks), type(arrays)) != (str, bytes, bytes) or not 0 < len(name) <= _MAX_HASH_NAME:
+        raise FormatError("index: hashes are no name and two columns")
+    if (len(chunks), len(arrays)) != (_HASH * counts[0], _HASH * counts[1]):
+        raise FormatError(f"index: hashes are not of {_HASH} bytes for each chunk and each array")
+    return name, chunks, arrays
 
 
 def _check_records(index: Index, file_nbytes: int) -> None:

@@ -31,6 +31,12 @@ def nested() -> Path:
 
 
 @pytest.fixture(scope="session")
+def hashed() -> Path:
+    """The first container, with the hashes of its chunks and arrays."""
+    return HERE / "hashed.pt"
+
+
+@pytest.fixture(scope="session")
 def several() -> Path:
     """A checkpoint of two ranks."""
     return HERE / "several"

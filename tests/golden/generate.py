@@ -5,6 +5,7 @@ Only a change of the format may change their bytes.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import replace
@@ -25,9 +26,11 @@ from datastates.container.table import ShardTable, table_of
 from datastates.planning import write
 from datastates.state import dtypes
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
+from datastates.state.strides import is_row_major
 
 HERE = Path(__file__).parent
 CONTAINER, MANIFEST, MANIFEST_2 = "container.pt", "manifest.json", "manifest-2.json"
+HASHED = "hashed.pt"
 IDENTITY: dict[str, int | str] = {"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"}
 
 PATTERN = bytes(range(1, 97))
@@ -89,8 +92,8 @@ OBJECT: dict[Any, Any] = {
 }
 
 
-def build() -> dict[str, bytes]:
-    """The golden files by name."""
+def build(*, hashed: bool = False) -> dict[str, bytes]:
+    """The golden files by name; ``hashed``: the container has hashes in its index."""
     names = list(RECORDS)
     sizes = np.array([len(RECORDS[n]) for n in names], np.uint64)
     eager = np.array([n in EAGER for n in names], np.uint8)
@@ -109,6 +112,8 @@ def build() -> dict[str, bytes]:
         pickle_nbytes=len(pickle),
         pickle_crc=checksums.crc32(pickle),
     )
+    if hashed:
+        index = replace(index, hashes=_hashes(index.shards, [RECORDS[n] for n in order]))
     data, index_crc = _file(index, pickle, [RECORDS[n] for n in order])
     entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
     made = manifest.Manifest(
@@ -116,6 +121,19 @@ def build() -> dict[str, bytes]:
     )
     newer = made.model_copy(update={"format": 2, "sequence": 7})
     return {CONTAINER: data, MANIFEST: manifest.encode(made), MANIFEST_2: manifest.encode(newer)}
+
+
+def _hashes(table: ShardTable, records: list[bytes]) -> tuple[str, bytes, bytes]:
+    """The hash of each chunk, of which each record has one or none, and of each array in row-major order."""
+
+    def of(data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    arrays = []
+    for row in table.rows(range(len(table))):
+        data = records[row.record][row.offset :][: row.dtype.itemsize * math.prod(row.shape)]
+        arrays.append(of(data) if is_row_major(row.shape, row.stride) else bytes(16))
+    return "blake2b-128", b"".join(of(record) for record in records if record), b"".join(arrays)
 
 
 def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
@@ -339,6 +357,7 @@ def _states(order: list[str]) -> list[ProviderState]:
 if __name__ == "__main__":
     for file, content in build().items():
         (HERE / file).write_bytes(content)
+    (HERE / HASHED).write_bytes(build(hashed=True)[CONTAINER])
     (HERE / NESTED).write_bytes(build_nested())
     (HERE / SEVERAL).mkdir(exist_ok=True)
     for file, content in build_several().items():

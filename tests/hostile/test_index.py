@@ -134,6 +134,16 @@ def set_object(position: int, value: Any) -> Edit:
     return lambda fields: fields["objects"][0].__setitem__(position, value)
 
 
+def hashes(edit: Callable[[list[Any]], object]) -> Edit:
+    """Adds hashes that fit, and changes them."""
+
+    def apply(fields: Fields) -> None:
+        fields["hashes"] = ["x", bytes(4 * len(fields["chunk_crc"])), bytes(4 * len(fields["key_nbytes"]))]
+        edit(fields["hashes"])
+
+    return apply
+
+
 LIES: dict[str, Edit] = {
     # records
     "data beyond the file": put("data_offset", 3, 1 << 40),
@@ -237,6 +247,15 @@ LIES: dict[str, Edit] = {
     "data.pkl beyond the file": lambda f: f["pickle"].__setitem__(1, 1 << 20),
     "data.pkl at a text": lambda f: f["pickle"].__setitem__(0, "0"),
     "data.pkl with four numbers": lambda f: f["pickle"].append(0),
+    # hashes, which it may lack
+    "hashes of null": lambda f: f.update(hashes=None),
+    "hashes without the arrays'": hashes(lambda found: found.pop()),
+    "hashes without a name": hashes(lambda found: found.__setitem__(0, "")),
+    "hashes with a number as name": hashes(lambda found: found.__setitem__(0, 5)),
+    "hashes with a long name": hashes(lambda found: found.__setitem__(0, "x" * 65)),
+    "hashes of chunks too short": hashes(lambda found: found.__setitem__(1, found[1][:-1])),
+    "hashes of arrays too long": hashes(lambda found: found.__setitem__(2, found[2] + bytes(16))),
+    "hashes of arrays as text": hashes(lambda found: found.__setitem__(2, "x" * len(found[2]))),
     # the head
     "format 0": lambda f: f.update(format=0),
     "format 2": lambda f: f.update(format=2),
@@ -278,6 +297,10 @@ def test_lie_in_the_index_is_refused(resigned: Resigned, refused: Any, lie: str)
 
 def test_untouched_index_is_accepted(resigned: Resigned, attack: Any) -> None:
     assert attack("open_checkpoint", resigned(lambda fields: None)).error is None
+
+
+def test_hashes_that_fit_are_accepted(resigned: Resigned, attack: Any) -> None:
+    assert attack("open_checkpoint", resigned(hashes(lambda found: None))).error is None
 
 
 @pytest.mark.parametrize("key", ["weight", "tail", "flags", "empty", "columns", "flat"])
