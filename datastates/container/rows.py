@@ -1,19 +1,19 @@
-"""One provider's rows of an index, by key as objects, or as columns, which need no object for each row."""
+"""One provider's rows of an index, by key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import I64, U8, U32, U64
+from datastates._base.columns import I64
 from datastates.container.index import Index
+from datastates.container.part_columns import PartColumns
 from datastates.container.table import WHOLE, Row, ShardTable
 from datastates.state import dtypes, strides
-from datastates.state.runs import pairs
 from datastates.state.shards import ArrayRef, StoredArray
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
@@ -59,39 +59,19 @@ def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) ->
 
 def of_tensor(rows: StoredRows) -> Callable[..., ArrayRef]:
     """A function that takes the fields of an ArrayRef of a row, and describes the whole logical tensor of the row."""
-    rows.make(rows.keys_in_order)
-    whole = {key: None if (row := rows[key]).is_whole else row.global_shape for key in rows}
+    table, number = rows.index.shards, rows.in_order
+    parts = np.flatnonzero(table.part[number] != WHOLE)
+    found = PartColumns.of(table, number[parts])
+    shapes = zip(found.global_shape.tolist(), found.global_ndim.tolist(), strict=True)
+    keys = map(rows.keys_in_order.__getitem__, parts.tolist())
+    whole = {key: tuple(shape[len(shape) - ndim :]) for key, (shape, ndim) in zip(keys, shapes, strict=True)}
 
     def described(key: str, kind: str, dtype: str, shape: Any, stride: Any, *flags: bool) -> ArrayRef:
-        if (of := whole[key]) is not None:
+        if (of := whole.get(key)) is not None:
             shape, stride = of, strides.row_major(of)
         return ArrayRef(key, kind, dtype, shape, stride, *flags)
 
     return described
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
-    """Some rows of an index, in columns as in :class:`~datastates.container.table.ShardTable`.
-
-    Attributes:
-        kind, dtype, record, offset, ndim: One entry for each row; offsets are bytes within the record.
-        dims, strides: Shapes and strides in elements, rows end to end.
-        whole: Whether each row is the whole of its logical tensor.
-        record_nbytes: For each row, the length in bytes of its whole record.
-        file_offset: For each row, the file offset in bytes of its first element.
-    """
-
-    kind: U8
-    dtype: U8
-    record: U32
-    offset: U64
-    ndim: U8
-    dims: U64
-    strides: U64
-    whole: np.ndarray[Any, np.dtype[np.bool_]]
-    record_nbytes: U64
-    file_offset: U64
 
 
 class StoredRows(Mapping[str, Row]):
@@ -100,16 +80,18 @@ class StoredRows(Mapping[str, Row]):
     If several rows are parts of one tensor, only the first is here.
 
     Attributes:
-        keys_in_order: The keys, in the order of the index.
+        index: The index of the file.
+        in_order: The numbers of the rows in the index's table, ascending.
+        keys_in_order: Their keys.
     """
 
     def __init__(self, index: Index, provider: str) -> None:
         """Find the provider's rows; there may be none."""
-        self._index = index
+        self.index = index
         numbers = np.array(index.shards.of_provider(provider), np.int64)
-        self._numbers: I64 = numbers[index.shards.by_key.is_first[numbers]]
-        self.keys_in_order = index.shards.packed_keys.some(self._numbers)
-        self._number: dict[str, int] = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
+        self.in_order: I64 = numbers[index.shards.by_key.is_first[numbers]]
+        self.keys_in_order = index.shards.packed_keys.some(self.in_order)
+        self._number: dict[str, int] = dict(zip(self.keys_in_order, self.in_order.tolist(), strict=True))
         self._made: dict[str, Row] = {}
 
     def __len__(self) -> int:
@@ -124,13 +106,13 @@ class StoredRows(Mapping[str, Row]):
     def __getitem__(self, key: str) -> Row:
         row = self._made.get(key)
         if row is None:
-            row = self._made[key] = self._index.shards.row(self._number[key])
+            row = self._made[key] = self.index.shards.row(self._number[key])
         return row
 
     def numbers(self, keys: Sequence[str]) -> tuple[I64, I64]:
         """For each of these keys that has a row: its number among them, and its row's number in the table."""
         if keys == self.keys_in_order:
-            return np.arange(len(keys)), self._numbers
+            return np.arange(len(keys)), self.in_order
         found = [(i, number) for i, key in enumerate(keys) if (number := self._number.get(key)) is not None]
         which, rows = np.array(found, np.int64).reshape(-1, 2).T
         return which, rows
@@ -142,33 +124,13 @@ class StoredRows(Mapping[str, Row]):
     def make(self, keys: Sequence[str]) -> None:
         """Make the row objects of these keys at once, which is cheaper than one by one; skips keys without a row."""
         new = [key for key in keys if key in self._number and key not in self._made]
-        self._made.update(zip(new, self._index.shards.rows([self._number[key] for key in new]), strict=True))
-
-    def columns(self, keys: Sequence[str]) -> Columns:
-        """The rows of these keys as columns; raises KeyError for a key without a row."""
-        table, rows = self._index.shards, self._numbers
-        if keys != self.keys_in_order:
-            rows = np.array([self._number[key] for key in keys], np.int64)
-        begin, record = table.starts[0][rows], table.record[rows]
-        _, dims = pairs(begin, begin + table.ndim[rows])
-        return Columns(
-            table.kind[rows],
-            table.dtype[rows],
-            record,
-            table.offset[rows],
-            table.ndim[rows],
-            table.dims[dims],
-            table.strides[dims],
-            table.part[rows] == WHOLE,
-            self._index.records.nbytes[record],
-            self._index.records.data_offset[record] + table.offset[rows],
-        )
+        self._made.update(zip(new, self.index.shards.rows([self._number[key] for key in new]), strict=True))
 
     @cached_property
     def names(self) -> list[str]:
         """For each row, in the order of the index, the name of its place: the last key of the rows there."""
         keys = self.keys_in_order
-        if not (tied := same_places(self._index.shards, self._numbers)):
+        if not (tied := same_places(self.index.shards, self.in_order)):
             return keys
         names = list(keys)
         for group in tied:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from datastates._base.columns import I64, Bools
 from datastates.commit.claims import key_hash
+from datastates.container.rows import logical
 from datastates.container.table import Row
 from datastates.errors import ProviderError
 from datastates.reading.casting import Cast, are_convertible, can_cast
@@ -20,7 +21,7 @@ from datastates.restoring.selection import Cut
 from datastates.state import arrays, memory
 from datastates.state.destinations import Destinations
 from datastates.state.parts import uncovered
-from datastates.state.shards import Described, Shard, full_key, keys_of
+from datastates.state.shards import ArrayRef, Described, Shard, full_key, keys_of
 
 
 class Compared(ABC):
@@ -237,6 +238,30 @@ class Compared(ABC):
     def wanted(self) -> Iterator[int]:
         """Hashes of the full keys, in the checkpoint, of all arrays that the provider asked for."""
         return (key_hash(self.stored_key(key)) for key in self._asked)
+
+
+class References(Mapping[str, ArrayRef]):
+    """A provider's stored arrays by key: iteration covers those that are listed, a look-up finds all."""
+
+    def __init__(self, listed: Mapping[str, object], find: Callable[[str], Row | None]) -> None:
+        """Take the listed keys; ``find`` returns any row of an array."""
+        self._listed = listed
+        self._find = find
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __contains__(self, key: object) -> bool:
+        # the first test is faster: `find` makes a row
+        return key in self._listed or (isinstance(key, str) and self._find(key) is not None)
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        if (row := self._find(key)) is None:
+            raise KeyError(key)
+        return logical(row, key=key)
 
 
 def difference(row: Row, shard: Shard) -> str | None:

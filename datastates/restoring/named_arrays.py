@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from datastates.container.rows import logical
 from datastates.container.table import Row
 from datastates.reading.stored import Stored
 from datastates.reading.stored_composed import StoredComposed
 from datastates.reading.tensors import ComposedTensors, Tensors
-from datastates.restoring.compared import Compared
+from datastates.restoring.compared import Compared, References
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
@@ -46,7 +45,7 @@ class NamedArrays(Compared, Saved):
 
     def arrays(self) -> Mapping[str, ArrayRef]:
         """The stored arrays by their keys in the live state, each as its whole logical tensor."""
-        return _References(self, self.every_key())
+        return References(dict.fromkeys(self.every_key()), self.find)
 
     def every_key(self) -> Sequence[str]:
         """Keys, in the live state, of the stored arrays of all ranks."""
@@ -154,26 +153,3 @@ class NamedArrays(Compared, Saved):
 
 def _place(shard: Shard) -> tuple[object, ...]:
     return arrays.address(shard.source), shard.dtype, shard.shape, shard.stride
-
-
-class _References(Mapping[str, ArrayRef]):
-    """The stored arrays of one provider by their live keys."""
-
-    def __init__(self, named: NamedArrays, keys: Sequence[str]) -> None:
-        self._named = named
-        self._keys = dict.fromkeys(keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __getitem__(self, key: str) -> ArrayRef:
-        row = self._named.find(key)
-        if row is None:
-            raise KeyError(key)
-        return logical(row, key=key)

@@ -13,13 +13,13 @@ from datastates.container import pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import StoredRows, logical, place_in_pickle
-from datastates.container.table import Row
+from datastates.container.table import WHOLE, Row
 from datastates.errors import FormatError, ProviderError, naming
 from datastates.reading.fill import as_referred, fill
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
 from datastates.reading.tensors import Held
-from datastates.restoring.compared import Compared
+from datastates.restoring.compared import Compared, References
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.state.parts import Part
@@ -66,7 +66,7 @@ class SavedState(Compared, Saved):
 
     def arrays(self) -> Mapping[str, ArrayRef]:
         """The stored arrays by key, each as its whole logical tensor."""
-        return _References(self)
+        return References(self.rows, self.find)
 
     def every_key(self) -> Sequence[str]:
         """Keys of the provider's stored arrays of all ranks."""
@@ -94,16 +94,16 @@ class SavedState(Compared, Saved):
     def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
         """The arrays among some that share memory, by memory, each with the offset where it begins, in bytes."""
         found: dict[tuple[int, int], dict[str, int]] = {}
-        here = [key for key in keys if key in self.rows]
-        columns = self.rows.columns(here)
-        several = np.bincount(columns.record)[columns.record] > 1
-        for i in np.flatnonzero(several & columns.whole).tolist():
-            found.setdefault((-1, int(columns.record[i])), {})[here[i]] = int(columns.offset[i])
+        number, row = self.rows.numbers(keys)
+        table = self._base.shards
+        is_whole, record = table.part[row] == WHOLE, table.record[row]
+        for i in np.flatnonzero((np.bincount(record)[record] > 1) & is_whole).tolist():
+            found.setdefault((-1, int(record[i])), {})[keys[number[i]]] = int(table.offset[row[i]])
         if self.ranks > 1:
-            wholly = {here[i] for i in np.flatnonzero(columns.whole).tolist()}
+            wholly = {keys[i] for i in number[is_whole].tolist()}
             for rank, rows in self._rows_of_others([key for key in keys if key not in wholly]):
-                for key, row in rows.items():
-                    found.setdefault((rank, row.record), {})[key] = row.offset
+                for key, one in rows.items():
+                    found.setdefault((rank, one.record), {})[key] = one.offset
         return [group for group in found.values() if len(group) > 1]
 
     def _rows_of_others(self, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Row]]]:
@@ -227,26 +227,3 @@ class SavedState(Compared, Saved):
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
     """The restored array for a reference, as a parameter if the reference says so; else the reference itself."""
     return as_referred(targets[ref.key], ref) if ref.key in targets else ref
-
-
-class _References(Mapping[str, ArrayRef]):
-    """A provider's stored arrays by key: iteration covers the base's arrays, a look-up finds arrays of all ranks."""
-
-    def __init__(self, saved: SavedState) -> None:
-        self._saved = saved
-
-    def __len__(self) -> int:
-        return len(self._saved.rows)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._saved.rows)
-
-    def __contains__(self, key: object) -> bool:
-        # the first test is faster: `find` makes a row
-        return key in self._saved.rows or (isinstance(key, str) and self._saved.find(key) is not None)
-
-    def __getitem__(self, key: str) -> ArrayRef:
-        row = self._saved.find(key)
-        if row is None:
-            raise KeyError(key)
-        return logical(row, key=key)
