@@ -10,7 +10,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -186,6 +186,25 @@ def _running_maximum(end: U64, first: I64) -> U64:
         rows = slice(int(first[tensor]), int(first[tensor + 1]))
         result[rows] = np.maximum.accumulate(end[rows])
     return result
+
+
+class Holders(Protocol):
+    """Tells which ranks hold a tensor or an object, given the hash of its key; as :class:`Catalog` does."""
+
+    def find(self, key: int) -> int | None:
+        """A number for the tensor or object; None if there is none."""
+
+    def holders(self, tensor: int, begin: int, end: int) -> list[int]:
+        """The ranks that may hold elements from ``begin`` to before ``end``."""
+
+    def any_holder(self, tensor: int) -> int | None:
+        """The rank with its first element; None if no rank has one."""
+
+    def digest(self, tensor: int) -> int | None:
+        """The contributions of all its parts to its digest; None if one is unknown."""
+
+    def keys(self) -> U64:
+        """The hashes of all tensors and objects."""
 
 
 class Catalog:

@@ -13,7 +13,7 @@ import numpy as np
 from datastates._base.columns import I64, U64
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
-from datastates.commit.catalog import Catalog
+from datastates.commit.catalog import Catalog, Holders
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
@@ -146,6 +146,11 @@ class Stored:
             raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {ranks}")
         return opened
 
+    @property
+    def holding(self) -> Holders:
+        """Which ranks hold what, in a checkpoint that several ranks wrote; raises as :attr:`catalog` does."""
+        return self.catalog
+
     def container(self, rank: int) -> Container | None:
         """A rank's container; None if the file is missing.
 
@@ -185,8 +190,8 @@ class Stored:
         own = self.container(rank) if rank < ranks else None
         if own is not None and provider in own.index.shards.providers:
             return own
-        if ranks > 1 and (found := self.catalog.find(object_hash(full_key(provider, "")))) is not None:
-            holder = self.catalog.any_holder(found)
+        if ranks > 1 and (found := self.holding.find(object_hash(full_key(provider, "")))) is not None:
+            holder = self.holding.any_holder(found)
             if holder is not None and (one := self.container(holder)) is not None:
                 return one
         every = (self.container(r) for r in range(ranks))
@@ -204,19 +209,19 @@ class Stored:
         """
         if self.head.ranks == 1:
             return full in self.keys
-        return self.catalog.find(key_hash(full)) is not None
+        return self.holding.find(key_hash(full)) is not None
 
     def find(self, full: str) -> Row | None:
         """A row with any part of the logical tensor with the full key; None if there is none."""
         if self.head.ranks == 1:
             return self._row(0, full)
-        tensor = self.catalog.find(key_hash(full))
+        tensor = self.holding.find(key_hash(full))
         if tensor is None:
             return None
-        first = self.catalog.any_holder(tensor)
+        first = self.holding.any_holder(tensor)
         if first is not None and (row := self._row(first, full)) is not None:
             return row
-        holders = self.catalog.holders(tensor, 0, 2**62)
+        holders = self.holding.holders(tensor, 0, 2**62)
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
@@ -282,8 +287,8 @@ class Stored:
         """The ranks that may have saved elements of a part of a logical tensor."""
         if self.head.ranks == 1:
             return [0]
-        tensor = self.catalog.find(key_hash(full))
-        return [] if tensor is None else self.catalog.holders(tensor, *part.bounds)
+        tensor = self.holding.find(key_hash(full))
+        return [] if tensor is None else self.holding.holders(tensor, *part.bounds)
 
     def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, list[Row]]:
         """The rows of a rank's container by full key: its parts of each tensor. Keys that it lacks are left out."""
@@ -332,8 +337,8 @@ class Stored:
         """Whether a rank saved an object with the full key in a container that is known to be missing."""
         if rank not in self.lost or self.head.ranks == 1:
             return False
-        found = self.catalog.find(object_hash(full))
-        return found is not None and rank in self.catalog.holders(found, 0, 1)
+        found = self.holding.find(object_hash(full))
+        return found is not None and rank in self.holding.holders(found, 0, 1)
 
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, on all ranks. This opens all containers."""
@@ -350,7 +355,7 @@ class Stored:
             providers: The names under which the providers are stored.
         """
         taken = set(wanted.tolist())
-        left = set(self.catalog.keys().tolist()) - taken if self.head.ranks > 1 else None
+        left = set(self.holding.keys().tolist()) - taken if self.head.ranks > 1 else None
         found: list[str] = []
         for rank in range(self.head.ranks):
             if left is not None and not left:
@@ -375,5 +380,5 @@ class Stored:
         """The sum of all parts' contributions to the digest of a tensor; None if a contribution is unknown."""
         if self.head.ranks == 1:
             return contributed(self.rows(0, [full]).get(full, []))
-        tensor = self.catalog.find(key_hash(full))
-        return None if tensor is None else self.catalog.digest(tensor)
+        tensor = self.holding.find(key_hash(full))
+        return None if tensor is None else self.holding.digest(tensor)

@@ -6,12 +6,14 @@ number of ranks, so a file is opened only when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from datastates._base.columns import U64
 from datastates.commit.claims import key_hash, object_hash
@@ -26,8 +28,7 @@ from datastates.reading.stored import Head, Stored
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.saved_state import SavedState
 from datastates.state.flat_layout import FlatLayout, Name
-from datastates.state.parts import Part
-from datastates.state.shards import ArrayRef, full_key
+from datastates.state.shards import ArrayRef, Shard, full_key
 from datastates.storage import Location
 
 GROUPS = "param_groups"
@@ -156,77 +157,54 @@ class Section:
         self.flats = flats
         self.groups = groups
         self._open_rank = open_rank
-        self._rows: dict[int, tuple[Container, dict[str, Row]]] = {}
         self.tensors = {
-            self.key(parameter, state): _Tensor(i, parameter, shape, state)
+            full_key(name, state_key(parameter, state)): _Tensor(i, parameter, shape, state)
             for i, flat in enumerate(flats)
             for parameter, shape in flat.parameters
             for state in flat.states
         }
 
-    def key(self, parameter: Name, state: str) -> str:
-        """The full key of one state of one parameter."""
-        return full_key(self.name, state_key(parameter, state))
-
-    def describe(self, key: str) -> Row | None:
-        """A row without elements that describes the logical tensor of a full key; the row itself for a number."""
-        tensor = self.tensors.get(key)
-        if tensor is None:
-            return None
-        row = self.flats[tensor.flat].states[tensor.state]
-        if row.shape == ():
-            return replace(row, key=key)
-        return replace(row, key=key, shape=(0,), stride=(1,), global_shape=tensor.shape, box=None, flat=(0, 0))
-
-    def sources(self, key: str, begin: int, end: int) -> Iterator[tuple[Container, Row]]:
-        """Files and rows with elements ``begin`` to ``end - 1``; for a number, from the rank of the first element."""
-        tensor = self.tensors[key]
-        for rank in self.flats[tensor.flat].holders(tensor.name, tensor.shape, begin, end):
-            source, rows = self._of_rank(rank)
-            if key in rows:
-                yield source, rows[key]
-
-    def _of_rank(self, rank: int) -> tuple[Container, dict[str, Row]]:
-        if rank not in self._rows:
-            source, arrays = self._open_rank(rank)
-            rows: dict[str, Row] = {}
-            for flat, found in zip(self.flats, arrays, strict=True):
-                self._add(rows, flat, flat.layout(rank), found, source.path)
-            self._rows[rank] = source, rows
-        return self._rows[rank]
-
-    def _add(
-        self, rows: dict[str, Row], flat: Flat, layout: FlatLayout, arrays: Mapping[str, Row], path: Location
-    ) -> None:
-        end = max((piece.at + piece.end - piece.begin for piece in layout.slices), default=0)
-        for state, expected in flat.states.items():
-            row = arrays.get(state)
-            if row is None or (row.dtype, len(row.shape)) != (expected.dtype, len(expected.shape)):
-                raise FormatError(f"{path}: {state!r} is not what the file of rank 0 has")
-            if row.shape == ():
-                keys = [self.key(piece.name, state) for piece in layout.slices if piece.begin == 0]
-                rows.update((key, replace(row, key=key)) for key in keys)
-                continue
-            if row.shape[0] < end or (row.shape[0] > 1 and row.stride != (1,)):
-                raise FormatError(f"{path}: {state!r} has {row.shape[0]} elements, not the {end} of its parameters")
-            for piece in layout.slices:
-                key = self.key(piece.name, state)
-                rows[key] = replace(
-                    row,
-                    key=key,
-                    offset=row.offset + piece.at * row.dtype.itemsize,
-                    shape=(piece.end - piece.begin,),
-                    stride=(1,),
-                    global_shape=piece.shape,
-                    box=None,
-                    flat=(piece.begin, piece.end),
-                    digest=None,
-                )
+    def container(self, rank: int) -> Container:
+        """A rank's file as a container of parts of parameters; raises FormatError if it is not like rank 0's."""
+        source, arrays = self._open_rank(rank)
+        shards: list[Shard] = []
+        records: list[int] = []
+        for flat, found in zip(self.flats, arrays, strict=True):
+            slices = flat.layout(rank).slices
+            end = max((piece.at + piece.end - piece.begin for piece in slices), default=0)
+            for state, expected in flat.states.items():
+                row = found.get(state)
+                if row is None or (row.dtype, len(row.shape)) != (expected.dtype, len(expected.shape)):
+                    raise FormatError(f"{source.path}: {state!r} is not what the file of rank 0 has")
+                if row.shape and (row.shape[0] < end or (row.shape[0] > 1 and row.stride != (1,))):
+                    what = f"{state!r} has {row.shape[0]} elements, not the {end} of its parameters"
+                    raise FormatError(f"{source.path}: {what}")
+                for piece in slices:
+                    shard = Shard(state_key(piece.name, state), row.dtype.name, row.kind, buffer_offset=row.offset)
+                    if row.shape:
+                        shard = replace(
+                            shard,
+                            shape=(piece.end - piece.begin,),
+                            stride=(1,),
+                            global_shape=piece.shape,
+                            offset=None,
+                            flat=(piece.begin, piece.end),
+                            buffer_offset=row.offset + piece.at * row.dtype.itemsize,
+                        )
+                    elif piece.begin:
+                        continue  # the rank of the first element has a parameter's numbers
+                    shards.append(shard)
+                    records.append(row.record)
+        opcodes = body(dumps(list(self.groups)))
+        entry = StoredObject(0, GROUPS, 0, len(opcodes), checksums.crc32(opcodes))
+        table = table_of([self.name], [(0, shard) for shard in shards], records)
+        index = replace(source.index, shards=table, objects=(entry,))
+        return _File(source.path, source.nbytes, index, source.index_crc, source.index_offset, opcodes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Groups(Container):
-    """A file in the role of the container that holds the object ``param_groups`` and no arrays."""
+class _File(Container):
+    """A file that is read as a container with other rows, and with the object ``param_groups``."""
 
     opcodes: bytes
 
@@ -236,70 +214,68 @@ class _Groups(Container):
         return self.opcodes
 
 
-class ZeroFiles(Stored):
-    """A checkpoint of DeepSpeed as logical tensors, for :class:`datastates.restoring.restore.Restore`."""
+class _Holders:
+    """Which files hold which tensors, as :class:`datastates.commit.catalog.Holders`. It opens none."""
 
-    def __init__(self, path: Path, ranks: int, first: Container, sections: Sequence[Section]) -> None:
-        """Describe the checkpoint.
+    def __init__(self, ranks: int, sections: Sequence[Section]) -> None:
+        self._found: list[tuple[int, Flat, _Tensor]] = []  # the number of the section's first file
+        self._number: dict[int, int] = {}
+        self._groups = [object_hash(full_key(section.name, GROUPS)) for section in sections]
+        for i, section in enumerate(sections):
+            for full, tensor in section.tensors.items():
+                self._number[key_hash(full)] = len(self._found)
+                self._found.append((i * ranks, section.flats[tensor.flat], tensor))
+
+    def find(self, key: int) -> int | None:
+        return self._number.get(key)
+
+    def holders(self, tensor: int, begin: int, end: int) -> list[int]:
+        first, flat, one = self._found[tensor]
+        return [first + rank for rank in flat.holders(one.name, one.shape, begin, end)]
+
+    def any_holder(self, tensor: int) -> int | None:
+        return next(iter(self.holders(tensor, 0, 1)), None)
+
+    def digest(self, tensor: int) -> None:
+        del tensor  # DeepSpeed's files have no digests of logical tensors
+
+    def keys(self) -> U64:
+        return np.array([*self._number, *self._groups], np.uint64)
+
+
+class ZeroFiles(Stored):
+    """A checkpoint of DeepSpeed, read as if each rank's file of each section were a container of this package."""
+
+    def __init__(self, path: Path, ranks: int, sections: Sequence[Section]) -> None:
+        """Describe the checkpoint; files are opened when they are needed.
 
         Args:
             path: Its folder.
             ranks: The number of ranks that saved it.
-            first: Any file of it.
             sections: Its part for each provider.
         """
-        super().__init__(Head(Location(path), 0, "", ranks, None, None))
-        self._first = first
-        self._sections = {section.name: section for section in sections}
+        super().__init__(Head(Location(path), 0, "", ranks * len(sections), None, None))
+        self._ranks, self._sections = ranks, sections
+
+    def open_containers(self, ranks: Iterable[int]) -> None:
+        """Open files: first those of the first section, by rank."""
+        for number in ranks:
+            if number not in self._opened:
+                section, rank = divmod(number, self._ranks)
+                self._opened[number] = self._sections[section].container(rank)
 
     def base(self, provider: str, rank: int) -> Container | None:
-        """The file in the role of the provider's container, the same for all ranks; None for another provider."""
+        """The section's file of rank 0, for all ranks; None for another provider."""
         del rank
-        section = self._sections.get(provider)
-        if section is None:
-            return None
-        opcodes = body(dumps(list(section.groups)))
-        first = self._first
-        entry = StoredObject(0, GROUPS, 0, len(opcodes), checksums.crc32(opcodes))
-        index = replace(first.index, shards=table_of([provider], [], []), objects=(entry,))
-        return _Groups(first.path, first.nbytes, index, first.index_crc, first.index_offset, opcodes)
+        names = [section.name for section in self._sections]
+        return self.container(names.index(provider) * self._ranks) if provider in names else None
 
-    def _section(self, full: str) -> Section | None:
-        return next((s for s in self._sections.values() if full in s.tensors), None)
-
-    def find(self, full: str) -> Row | None:
-        """A row that describes the logical tensor of a full key; opens no file."""
-        section = self._section(full)
-        return None if section is None else section.describe(full)
-
-    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[Container, Row]]]:
-        """For each part of a logical tensor, the files and rows that hold elements of it."""
-        found = []
-        for like, part in wanted:
-            section, (begin, end) = self._section(like.key), part.bounds
-            found.append([] if section is None or begin == end else list(section.sources(like.key, begin, end)))
-        return found
+    @cached_property
+    def holding(self) -> _Holders:
+        """Which files hold what."""
+        return _Holders(self._ranks, self._sections)
 
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, within it; opens no file."""
-        section = self._sections[provider]
+        (section,) = (section for section in self._sections if section.name == provider)
         return [state_key(tensor.name, tensor.state) for tensor in section.tensors.values()]
-
-    def strangers(self, wanted: U64, providers: Any) -> list[str]:
-        """Full keys that these providers have and no rank wants."""
-        taken = set(wanted.tolist())
-        found = []
-        for name in providers:
-            found += [key for key in self._sections[name].tensors if key_hash(key) not in taken]
-            found += [key for key in [full_key(name, GROUPS)] if object_hash(key) not in taken]
-        return sorted(found)
-
-    def has_lost(self, full: str, rank: int) -> bool:
-        """False: opening a missing file is an error."""
-        del full, rank
-        return False
-
-    def digest(self, full: str) -> int | None:
-        """None: DeepSpeed's files have no digests of logical tensors."""
-        del full
-        return None

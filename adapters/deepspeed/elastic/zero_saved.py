@@ -200,7 +200,7 @@ class SavedZero:
     def stored(self) -> ZeroFiles:
         """The checkpoint as logical tensors, for the providers :data:`OPTIMIZER` and, if needed, :data:`FROZEN`."""
         sections = [self._optimizer] if self._frozen is None else [self._optimizer, self._frozen]
-        return ZeroFiles(self.path, self.ranks, self._held[0].container, sections)
+        return ZeroFiles(self.path, self.ranks, sections)
 
     def plain(self, name: Name) -> Mapping[str, object]:
         """The states of a parameter that are no arrays, from the rank that had its first element."""
