@@ -18,7 +18,7 @@ from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.reading.all_tensors import AllTensors
+from datastates.reading.new_arrays import AllTensors
 from datastates.reading.proof import crc_of_record
 from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.new_memory import Into

@@ -1,19 +1,32 @@
-"""Arrays in new memory that are views of whole records, and the reads that fill them."""
+"""Arrays in new memory: views of whole records, or put together from parts; and the reads that fill them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates.container.part_columns import PartColumns
+from datastates.container.rows import logical, reference
+from datastates.container.table import KINDS, WHOLE, Row
+from datastates.errors import FormatError
 from datastates.executor.executor import Executor
-from datastates.reading.proof import Check, check_block
+from datastates.reading.matching import Live, match
+from datastates.reading.needed_memory import needed
+from datastates.reading.proof import Check, check_block, check_parts
 from datastates.reading.reads import Reads
-from datastates.reading.tensors import TensorFile
-from datastates.state import arrays
+from datastates.reading.tensors import Found, Held, TensorFile
+from datastates.state import arrays, memory
 from datastates.state.new_memory import Into
+from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef
+
+READ_AT_ONCE = 1 << 30
+"""Bytes of records to allocate before their reads begin. Reads then run while more memory is allocated."""
 
 
 class NewArrays:
@@ -106,3 +119,120 @@ class NewArrays:
         with contextlib.closing(self), contextlib.closing(executor(self.nbytes)) as made:
             self.start(made)
             self.finish()
+
+
+class AllTensors(NewArrays):
+    """The tensors of some files in new memory, by number.
+
+    A tensor that is one whole row is a view of its record. One of several rows has memory of its own, and so has each
+    tensor in a record with parts of such a tensor.
+
+    Attributes:
+        wanted, found: The number of elements of each tensor, and of all its rows together.
+    """
+
+    def __init__(
+        self, held: Sequence[Held], into: Into, place: Callable[[Any], Any] | None = None, *, apart: bool = False
+    ) -> None:
+        """Take the rows.
+
+        Args:
+            held: The rows of all tensors. These are numbered from 0, and each has a row.
+            into: Library and device of the arrays.
+            place: As for :class:`~datastates.reading.new_arrays.NewArrays`.
+            apart: Whether each row is a tensor of its own, in the shape of the row, even if it is a part.
+
+        Raises:
+            FormatError: The rows of a tensor are of different types or shapes.
+        """
+        super().__init__(into, place)
+        self._held = held
+        self._file = np.repeat(np.arange(len(held)), [len(one.row) for one in held])
+        self._row, tensor = (np.concatenate([getattr(one, name) for one in held]) for name in ("row", "part"))
+        part = PartColumns.of_each([(one.file.shards, one.row) for one in held])
+        order = np.argsort(part.kind == WHOLE, kind="stable")
+        self._at = np.zeros(int(tensor.max(initial=-1)) + 1, np.int64)  # for each tensor, the entry of one of its rows
+        self._at[tensor[order]] = order  # a whole one, if there is one
+        self._like = part[self._at]
+        if len(wrong := np.flatnonzero(~part.of_same_tensors(self._like[tensor]))):
+            file, row = self._stored(int(wrong[0]))
+            raise FormatError(f"{file.path}: {row.key!r} is of another type or shape than in other files")
+        self.wanted, self.found = self._like.tensors().numel, np.zeros(len(self._at), np.int64)
+        np.add.at(self.found, tensor, part.numel)
+        is_view = np.full(len(self._at), True) if apart else self._like.kind == WHOLE
+        record = self._column("record").astype(np.int64) | self._file << 32
+        self._is_view = is_view & ~np.isin(record[self._at], record[~is_view[tensor] & (part.numel > 0)])
+        columns = record, self._row, self._column("offset")
+        self._record, self._rows, self._offset = (column[self._at].tolist() for column in columns)
+        self._put: dict[int, Any] = {}
+
+    def _column(self, name: str) -> Any:
+        return np.concatenate([getattr(one.file.shards, name)[one.row] for one in self._held])
+
+    def _stored(self, i: int) -> tuple[TensorFile, Row]:
+        """The file and the row of an entry."""
+        file = self._held[self._file[i]].file
+        return file, file.shards.row(int(self._row[i]))
+
+    def row(self, number: int) -> Row:
+        """A row of a tensor."""
+        return self._stored(self._at[number])[1]
+
+    def begin(self, executor: Callable[[int], Executor], lacking: Callable[[str], Exception]) -> None:
+        """Allocate all memory, and meanwhile begin to read and verify.
+
+        Args:
+            executor: Makes an executor for reading a number of bytes.
+            lacking: Makes the error for a tensor, given its full key, if some of its elements are in no row.
+        """
+        host, device = needed(list({id(one.file): one.file for one in self._held}.values()), self._into)
+        made = executor(host + device)
+        if device:
+            memory.reserve(device, self._into.device)
+        views = np.flatnonzero(self._is_view)
+        of_torch = np.array([self._into.kind(kind) == "torch" for kind in KINDS])[self._column("kind")[self._at[views]]]
+        # torch memory can be viewed as arrays of both libraries
+        kinds = dict(sorted(zip([self._record[i] for i in views.tolist()], of_torch.tolist(), strict=True)))
+        waiting = 0  # summed here, as `nbytes` sorts all queued reads
+        for record, is_torch in kinds.items():
+            file, number = self._held[record >> 32].file, record & 0xFFFFFFFF
+            self.record(file, number, "torch" if is_torch else "numpy")
+            waiting += int(file.record_nbytes[number])
+            if waiting >= READ_AT_ONCE:
+                self.start(made)
+                waiting = 0
+        self._put_together(np.flatnonzero(~self._is_view), lacking)
+        self.start(made)
+
+    def _put_together(self, numbers: I64, lacking: Callable[[str], Exception]) -> None:
+        """Allocate tensors that are no views, and queue the reads of their parts."""
+        if not len(numbers):
+            return
+        likes = [self._stored(i)[1] for i in self._at[numbers].tolist()]
+        made = [self._into.empty(logical(row)) for row in likes]
+        self._put.update(zip(numbers.tolist(), made, strict=True))
+        renumbered = np.full(len(self._at), -1)
+        renumbered[numbers] = np.arange(len(numbers))
+        held = [Held(one.file, renumbered[one.part], one.row) for one in self._held]
+        held = [Held(one.file, one.part[one.part >= 0], one.row[one.part >= 0]) for one in held]
+        live = Live.of_new(self._like[numbers].tensors(), [arrays.memory(array) for array in made])
+        taken, _ = match(live, held, lambda i: likes[i].key, self._queued)
+        rows = Found(likes, held)  # made only if one is needed
+        for i in np.flatnonzero(~taken).tolist():
+            if uncovered(Part.whole(likes[i].global_shape), [row.part for _, row in rows[i]]):
+                raise lacking(likes[i].key)
+            shard = arrays.array_shard(likes[i].key, made[i])
+            for file, row in rows[i]:
+                self._queued.add(file, row, shard)
+        if not all(one.file.checked for one in held):
+            checked = zip(likes, made, rows, strict=True)
+            self._checks += [partial(check_parts, like.key, array, found) for like, array, found in checked]
+
+    def array(self, number: int, known: tuple[TensorFile, int, ArrayRef] | None = None) -> Any:
+        """A tensor; the same object each time. ``known`` describes a row: its file, its number there, its own array."""
+        if number in self._put:
+            return self._put[number]
+        record, row = self._record[number], self._rows[number]
+        file = self._held[record >> 32].file
+        ref = known[2] if known and known[0] is file and known[1] == row else reference(file.shards.row(row))
+        return self.view(file, record & 0xFFFFFFFF, ref, self._offset[number])

@@ -24,8 +24,8 @@ from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, pl
 from datastates.container.table import ShardTable
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
-from datastates.reading.all_tensors import AllTensors
 from datastates.reading.fill import as_referred, fill
+from datastates.reading.new_arrays import AllTensors
 from datastates.reading.stored import Stored
 from datastates.state import memory
 from datastates.state.new_memory import AS_SAVED, Into
@@ -212,7 +212,8 @@ class _Rows:
             first, *others = self._source.shards.rows(group)
             for number, row in zip(group[1:], others, strict=True):
                 tensors = self._tensor[group[0]], self._tensor[number]
-                if len(set(tensors)) > 1 and (row.part != first.part or len({digest[n] for n in tensors}) > 1):
+                are_alike = row.is_whole or len({digest[n] for n in tensors}) == 1
+                if len(set(tensors)) > 1 and (row.part != first.part or not are_alike):
                     both = f"{first.key!r} and {row.key!r}"
                     raise FormatError(f"{both} share memory in {self._source.path}, but are different tensors")
 

@@ -13,7 +13,7 @@ import torch
 import datastates as ds
 from datastates.errors import CorruptError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict
-from datastates.reading import all_tensors
+from datastates.reading import new_arrays
 from datastates.reading.read_queue import Ranges
 
 
@@ -59,7 +59,7 @@ def test_the_cpu_is_a_device(tmp_path: Path, device: Any) -> None:
 @pytest.fixture
 def many_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record is read by a job of its own."""
-    monkeypatch.setattr(all_tensors, "READ_AT_ONCE", 1)
+    monkeypatch.setattr(new_arrays, "READ_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("many_jobs")

@@ -12,7 +12,7 @@ import torch
 import datastates as ds
 from datastates.errors import CorruptError
 from datastates.providers import from_state_dict
-from datastates.reading import all_tensors, tensors_ahead
+from datastates.reading import new_arrays, tensors_ahead
 
 DEVICES = ["cuda", 0, torch.device("cuda:0")]
 
@@ -48,7 +48,7 @@ def check(found: Any, state: dict[str, Any]) -> None:
 def test_tensors_are_loaded_onto_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any, at_once: int
 ) -> None:
-    monkeypatch.setattr(all_tensors, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(new_arrays, "READ_AT_ONCE", at_once)
     monkeypatch.setattr(tensors_ahead, "FIRST_NBYTES", at_once)
     state = save(tmp_path / "c")
     found = ds.load(tmp_path / "c", device=device)["s"]

@@ -6,6 +6,7 @@ import builtins
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.reading.tensors_ahead import MOST_NBYTES
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
+from datastates.storage import Location
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 BIG = np.arange(3 * CHUNK + 77, dtype=np.float64)  # 24 chunks and a part of one: read through the executor
@@ -219,6 +221,20 @@ def test_load_refuses_memory_of_tensors_that_differ_in_shape(tmp_path: Path) -> 
     with ds.open(tmp_path / "c") as checkpoint:
         assert checkpoint["part/all"].tolist() == [0, 1, 2, 3, 4, 5]
         assert checkpoint["part/matrix"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_tied_tensors_are_one_even_if_only_one_has_a_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(6.0)
+    ds.snapshot([HostTensorProvider("s", {"a": array, "b": array})], tmp_path / "c").wait_committed()
+    one = container_file.open_container(Location(tmp_path / "c" / "rank-00000.pt"))
+    table = one.shards
+    assert table.digested.tolist() == [1, 1]  # a writer may leave any out
+    lacking = replace(table, digested=np.array([1, 0], np.uint8), digest=table.digest * np.array([1, 0], np.uint32))
+    without = replace(one, index=replace(one.index, shards=lacking))
+    monkeypatch.setattr("datastates.formats.own.open_checkpoint", lambda path: (None, [without]))
+    loaded = ds.load(tmp_path / "c")["s"]
+    assert loaded["a"] is loaded["b"]
+    assert loaded["a"].tolist() == array.tolist()
 
 
 def test_what_cannot_be_opened_says_why(tmp_path: Path, path: Path) -> None:
