@@ -66,6 +66,8 @@ class PartColumns:
         """Describe the rows of these numbers in the tables of some files, one behind the other."""
         width = max(int(max(table.ndim.max(initial=0), table.global_ndim.max(initial=0))) for table, _ in given)
         each = [cls.of(table, rows, width) for table, rows in given]
+        if len(each) == 1:
+            return each[0]
         return cls(*(np.concatenate([getattr(one, field.name) for one in each]) for field in fields(cls)))
 
     @classmethod

@@ -148,16 +148,18 @@ class AllTensors(NewArrays):
         super().__init__(into, place)
         self._held = held
         self._file = np.repeat(np.arange(len(held)), [len(one.row) for one in held])
-        self._row, tensor = (np.concatenate([getattr(one, name) for one in held]) for name in ("row", "part"))
-        part = PartColumns.of_each([(one.file.shards, one.row) for one in held])
+        self._row, tensor = np.concatenate([one.row for one in held]), np.concatenate([one.part for one in held])
+        self._tables = [(one.file.shards, one.row) for one in held]
+        part = PartColumns.of_each(self._tables)
         order = np.argsort(part.kind == WHOLE, kind="stable")
         self._at = np.zeros(int(tensor.max(initial=-1)) + 1, np.int64)  # for each tensor, the entry of one of its rows
         self._at[tensor[order]] = order  # a whole one, if there is one
         self._like = part[self._at]
-        if len(wrong := np.flatnonzero(~part.of_same_tensors(self._like[tensor]))):
+        is_cut = len(tensor) > len(self._at)  # some tensor has several rows
+        if is_cut and len(wrong := np.flatnonzero(~part.of_same_tensors(self._like[tensor]))):
             file, row = self._stored(int(wrong[0]))
             raise FormatError(f"{file.path}: {row.key!r} is of another type or shape than in other files")
-        self.wanted, self.found = self._like.tensors().numel, np.zeros(len(self._at), np.int64)
+        self.wanted, self.found = self._like.global_shape.prod(axis=1), np.zeros(len(self._at), np.int64)
         np.add.at(self.found, tensor, part.numel)
         is_view = np.full(len(self._at), True) if apart else self._like.kind == WHOLE
         record = self._column("record").astype(np.int64) | self._file << 32
@@ -167,7 +169,7 @@ class AllTensors(NewArrays):
         self._put: dict[int, Any] = {}
 
     def _column(self, name: str) -> Any:
-        return np.concatenate([getattr(one.file.shards, name)[one.row] for one in self._held])
+        return np.concatenate([getattr(table, name)[row] for table, row in self._tables])
 
     def _stored(self, i: int) -> tuple[TensorFile, Row]:
         """The file and the row of an entry."""
