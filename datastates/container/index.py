@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U32
 from datastates._base.sizes import CHUNK, DESCRIPTOR
 from datastates.container.key_table import PackedKeys

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64
 from datastates.container.index import Index
 from datastates.container.part_columns import PartColumns

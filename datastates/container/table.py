@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U8, U32, U64
 from datastates.container.key_table import KeyLookup, PackedKeys
 from datastates.errors import FormatError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.pickle_reader import Trust

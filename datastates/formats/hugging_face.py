@@ -6,9 +6,9 @@ import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
+from datastates._base.cached import cached_property
 from datastates.errors import FormatError, StorageError
 from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated

@@ -6,11 +6,11 @@ They are verified by checksums, or by the bytes that their other parts imply.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import U32
 from datastates.commit import health, manifest
 from datastates.commit.catalog import encode_catalog

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import U64
 from datastates.errors import CorruptError
 from datastates.planning.plans import Chunks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U64
 from datastates._base.packing import pack, unpack
 from datastates.commit import manifest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol, overload
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust

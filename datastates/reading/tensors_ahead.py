@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 from datastates._base import log
+from datastates._base.cached import cached_property
 from datastates.executor.executor import Executor
 from datastates.reading.new_tensors import Batch, FoundTensor, nbytes_of
 from datastates.reading.tensors import Tensors

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from datastates._base import gc_pause
+from datastates._base.cached import cached_property
 from datastates._base.columns import I64
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
+from datastates._base.cached import cached_property
 from datastates.container.table import Row
 from datastates.reading.stored import Stored
 from datastates.reading.stored_composed import StoredComposed

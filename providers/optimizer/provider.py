@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any
 
 from datastates._base import log
+from datastates._base.cached import cached_property
 from datastates._base.loaded import loaded
 from datastates.providers.nested.composed import check_boxes, placed_like
 from datastates.providers.nested.pairing import Differences, add, pair

@@ -41,7 +41,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 110, "restoring": 140, "saving": 5, "state": 235, "storage": 109,
         },
         "load": {
-            "_base": 97, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
+            "_base": 104, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
             "executor": 13, "files": 35, "formats": 16, "native": 13, "planning": 48, "reading": 102, "state": 159,
             "storage": 177,
         },

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from datastates._base.cached import cached_property
 from datastates._base.columns import U64
 from datastates.commit.claims import key_hash, object_hash
 from datastates.container import checksums

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from datastates._base.cached import cached_property
 from datastates.adapters.deepspeed.elastic.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
 from datastates.container.file import Container
 from datastates.container.table import Row
