@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "datastates/base/error.hpp"
+#include "datastates/io/threads_backend.hpp"
 #include "datastates/read/extent_read.hpp"
 
 namespace datastates {
@@ -19,6 +20,9 @@ constexpr std::uint64_t kReadMargin = 8192;
 // While the extents of one block end, others begin in the next.
 constexpr std::size_t kFewBlocks = 3;
 constexpr const char* kMemory = "memory";
+constexpr const char* kHanded = "handed";
+// What hands bytes over, as a store does, is far away: only many requests at a time are fast.
+constexpr std::size_t kHandedAtOnce = 32;
 // The storage may complete all its writes at once; then as many are queued already.
 constexpr unsigned kWritesPerRead = 2;
 // `pwrite` into one tmpfs file reaches 3.2 GB/s with any number of threads. Allocating, mapping and
@@ -108,6 +112,7 @@ ReadJob::~ReadJob() {
 }
 
 std::string ReadJob::backend_name() const {
+    if (state_->file().descriptor() == nullptr) return kHanded;
     return state_->memory_backed() ? kMemory : executor_->backend_name();
 }
 
@@ -195,15 +200,18 @@ void Executor::create(const std::shared_ptr<WriteState>& state, const std::strin
     submit_or_here(workers_, create);
 }
 
-std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
-                                               std::shared_ptr<const ReadPlan> plan,
+std::unique_ptr<ReadJob> Executor::submit_read(ReadFrom place, std::shared_ptr<const ReadPlan> plan,
                                                Buffers dests) {
     dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
     require_fits(plan->max_extent_length(),
                  cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
     admit();
-    File file = File::open(path, direct_, plan->shares());
-    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests));
+    if (const auto* const path = std::get_if<std::string>(&place)) {
+        place =
+            std::make_unique<DescriptorFile>(DescriptorFile::open(*path, direct_, plan->shares()));
+    }
+    auto state = std::make_shared<ReadState>(std::get<std::unique_ptr<File>>(std::move(place)),
+                                             std::move(plan), std::move(dests));
     const Buffers& buffers = state->buffers();
     std::set<std::pair<int, std::uint64_t>> streams;
     for (std::size_t i = 0; i < state->plan().dests(); ++i) {
@@ -219,22 +227,40 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     // After the engines exist, so that memory for a device is page-locked before its first use.
     const std::size_t blocks = std::min(state->plan().extents().size(), most_blocks(*state));
     cache_.reserve(blocks * cache_.block_bytes());
+    Reader& reader = reader_of(*state);
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
         remember(reads_, state);
     }
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
-    reader_.enqueue(state);
+    reader.enqueue(state);
     return job;
+}
+
+/// Handed files have a reader of their own, so that no slow answer holds up reads of other files.
+Reader& Executor::reader_of(ReadState& state) {
+    if (state.file().descriptor() != nullptr) return reader_;
+    const std::scoped_lock lock(mutex_);
+    if (!handed_reader_) {
+        const auto depth = static_cast<unsigned>(depth_of(state));
+        handed_reader_.emplace(cache_, workers_, std::make_unique<ThreadsBackend>(depth), depth);
+    }
+    return *handed_reader_;
+}
+
+std::size_t Executor::depth_of(ReadState& state) const {
+    return state.file().descriptor() != nullptr ? queue_depth_
+                                                : std::max(queue_depth_, kHandedAtOnce);
 }
 
 /// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
 /// of a file in memory share blocks, and a block is free again once all of them have ended. So they
 /// may use somewhat more; then some workers wait.
-std::size_t Executor::most_blocks(const ReadState& state) const {
-    const std::size_t worked = queue_depth_ + workers_.size();
-    if (!state.memory_backed()) return queue_depth_ + worked;
+std::size_t Executor::most_blocks(ReadState& state) const {
+    const std::size_t depth = depth_of(state);
+    const std::size_t worked = depth + workers_.size();
+    if (!state.memory_backed()) return depth + worked;
     const std::size_t windows = std::max(cache_.block_bytes() / (2 * longest_step(state)), 1UL);
     return std::max((worked + windows - 1) / windows, std::min(worked, kFewBlocks));
 }

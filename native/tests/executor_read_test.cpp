@@ -68,7 +68,7 @@ TEST(reads_what_is_cached_without_the_device) {
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
         support::write_file(dir / "f", written.expected);
-        if (!File::open(dir / "f", false).cached(0, written.expected.size())) {
+        if (!DescriptorFile::open(dir / "f", false).cached(0, written.expected.size())) {
             std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
             continue;
         }

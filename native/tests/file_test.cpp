@@ -1,5 +1,3 @@
-#include "datastates/io/file.hpp"
-
 #include <unistd.h>
 
 #include <bit>
@@ -9,6 +7,7 @@
 #include "check.hpp"
 #include "datastates/base/error.hpp"
 #include "datastates/base/page.hpp"
+#include "datastates/io/descriptor_file.hpp"
 #include "support.hpp"
 
 using namespace datastates;
@@ -16,10 +15,10 @@ using namespace datastates;
 TEST(create_refuses_what_exists) {
     const support::TempDir dir;
     {
-        File::create(dir / "a", true);
+        DescriptorFile::create(dir / "a", true);
     }
     try {
-        File::create(dir / "a", true);
+        DescriptorFile::create(dir / "a", true);
         CHECK(false);
     } catch (const Error& error) {
         CHECK(error.code() == ErrorCode::io);
@@ -27,12 +26,12 @@ TEST(create_refuses_what_exists) {
         CHECK_EQ(error.op(), "open");
         CHECK_EQ(error.path(), dir / "a");
     }
-    CHECK_THROWS(ErrorCode::io, File::open(dir / "missing", true));
+    CHECK_THROWS(ErrorCode::io, DescriptorFile::open(dir / "missing", true));
 }
 
 TEST(falls_back_where_there_is_no_direct_io) {
     // procfs refuses O_DIRECT.
-    const File file = File::open("/proc/self/status", true);
+    const DescriptorFile file = DescriptorFile::open("/proc/self/status", true);
     CHECK(!file.direct());
 }
 
@@ -40,7 +39,7 @@ TEST(allocate_write_close) {
     const support::TempDir dir;
     for (const bool direct : {true, false}) {
         const std::string path = dir / (direct ? "direct" : "buffered");
-        File file = File::create(path, direct);
+        DescriptorFile file = DescriptorFile::create(path, direct);
         CHECK(file.allocate(0, 10000));
         CHECK_EQ(file.size(), 10000U);
         std::mt19937_64 random(1);
@@ -59,8 +58,8 @@ TEST(allocate_write_close) {
 TEST(knows_what_is_cached) {
     const support::TempDir dir;
     support::write_file(dir / "a", support::Bytes(40000));
-    const File file = File::open(dir / "a", true);
-    CHECK(!file.memory_backed());
+    const DescriptorFile file = DescriptorFile::open(dir / "a", true);
+    CHECK(!file.traits().in_memory);
     CHECK(file.cached(0, 0));
     const auto cached = [&](std::uint64_t offset, std::uint64_t nbytes) {
         bool told = false;  // the kernel may miss a page that it is moving
@@ -88,7 +87,7 @@ TEST(the_same_file_again) {
     const support::FaultScope scope;
     const support::Bytes data(1000, std::byte{7});
     support::write_file(dir / "a", data);
-    const File file = File::open(dir / "a", true);
+    const DescriptorFile file = DescriptorFile::open(dir / "a", true);
     std::filesystem::remove(dir / "a");
     support::write_file(dir / "a", support::Bytes(1000, std::byte{8}));
     const auto again = file.again();
@@ -105,9 +104,9 @@ TEST(faults) {
     const support::TempDir dir;
     const support::FaultScope scope;
     fault::arm("open", "eintr", 0, 1, 1);
-    File file = File::create(dir / "a", false);
+    DescriptorFile file = DescriptorFile::create(dir / "a", false);
     fault::arm("open", "fail", EMFILE, 1, 1);
-    CHECK_THROWS(ErrorCode::io, File::create(dir / "b", false));
+    CHECK_THROWS(ErrorCode::io, DescriptorFile::create(dir / "b", false));
     fault::arm("allocate", "fail", ENOSPC, 1, 1);
     CHECK_THROWS(ErrorCode::io, file.allocate(0, 4096));
     fault::arm("allocate", "fail", EDQUOT, 1, 1);
@@ -133,7 +132,7 @@ TEST(a_file_of_another_length_than_written_is_refused) {
     const support::TempDir dir;
     for (const std::uintmax_t length : {999, 4096}) {
         const std::string path = dir / std::to_string(length);
-        File file = File::create(path, true);
+        DescriptorFile file = DescriptorFile::create(path, true);
         file.write_all(support::Bytes(1000, std::byte{7}), 0);
         file.sync();
         std::filesystem::resize_file(path, length);
@@ -156,7 +155,7 @@ TEST(what_is_let_go_leaves_the_page_tables) {
     constexpr long kUnused = 1000;  // between two parts
     constexpr long kLength = 40 * kPart;
     support::write_file(dir / "f", support::Bytes(kLength, std::byte{3}));
-    const File file = File::open(dir / "f", true);
+    const DescriptorFile file = DescriptorFile::open(dir / "f", true);
     CHECK_EQ(file.memory().size(), std::size_t{kLength});
     const auto mapped = [] { return 1024 * support::process_status("RssShmem"); };
     const long before = mapped();

@@ -57,12 +57,12 @@ TEST(files_and_their_mappings) {
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);
         const std::string path = dir / "kept-by-nobody";
-        File file = File::create(path, true);
+        DescriptorFile file = DescriptorFile::create(path, true);
         file.write_all(support::Bytes(100000), 0);
-        if (file.memory_backed()) file.map(100000);
-        const File opened = File::open(path, true);
-        File moved = File::open(path, false);
-        File again = std::move(moved);
+        if (file.traits().in_memory) file.map(100000);
+        const DescriptorFile opened = DescriptorFile::open(path, true);
+        DescriptorFile moved = DescriptorFile::open(path, false);
+        DescriptorFile again = std::move(moved);
         CHECK(held("kept-by-nobody") >= 3);
         CHECK_EQ(held_by_a_child("kept-by-nobody"), 0);
         again.close();

@@ -84,11 +84,11 @@ TEST(gives_up_when_poked) {
 TEST(tells_when_memory_has_become_usable) {
     HostCache cache(64 * kMiB, 4 * kMiB);
     std::atomic<unsigned> calls = 0;
-    cache.watch([&] { ++calls; });
+    cache.watch(&calls, [&] { ++calls; });
     cache.reserve(kMiB);
     cache.wait_settled();
     CHECK(calls >= 4);  // a piece has four blocks
-    cache.watch({});
+    cache.watch(&calls, {});
     const unsigned before = calls;
     cache.reserve(cache.bytes());
     cache.wait_settled();

@@ -75,7 +75,7 @@ TEST(many_requests_at_offsets) {
         std::mt19937_64 random(1);
         const Bytes data = support::random_bytes(random, kSize);
         Aligned from = filled(data);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         // Register in pieces, the second one later.
         bench.backend->register_memory({from.data(), kSize / 2}, kSize / 2);
         bench.backend->register_memory({from.data(), kSize}, kSize / 2);
@@ -97,7 +97,7 @@ TEST(many_requests_at_offsets) {
         for (const auto& [token, completion] : written) CHECK(completion.ok());
         CHECK(support::read_file(bench.dir / "f") == data);
 
-        File source = File::open(bench.dir / "f", bench.setup.direct);
+        DescriptorFile source = DescriptorFile::open(bench.dir / "f", bench.setup.direct);
         Aligned to(kSize);
         for (const std::size_t page : pages) {
             bench.backend->submit({.kind = IoKind::read,
@@ -118,11 +118,11 @@ TEST(unaligned_everything) {
         std::mt19937_64 random(2);
         const Bytes data = support::random_bytes(random, 30001);
         Aligned from = filled(data, 3);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         CHECK(bench.write(file, from, data.size(), 4097).ok());
         const Bytes whole = support::read_file(bench.dir / "f");
         CHECK(std::equal(data.begin(), data.end(), whole.begin() + 4097));
-        File source = File::open(bench.dir / "f", bench.setup.direct);
+        DescriptorFile source = DescriptorFile::open(bench.dir / "f", bench.setup.direct);
         Aligned to(data.size(), 5);
         CHECK(bench.one(IoKind::read, source, to.data(), data.size(), 4097, data.size()).ok());
         CHECK(std::equal(data.begin(), data.end(), to.data()));
@@ -134,13 +134,13 @@ TEST(short_transfers_are_continued) {
         std::mt19937_64 random(3);
         const Bytes data = support::random_bytes(random, kSize);
         Aligned from = filled(data);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         fault::arm("write", "short", 0, 1, 0);
         const IoCompletion written = bench.write(file, from, kSize, 0);
         CHECK(written.ok());
         CHECK_EQ(written.transferred, kSize);
         CHECK(support::read_file(bench.dir / "f") == data);
-        File source = File::open(bench.dir / "f", bench.setup.direct);
+        DescriptorFile source = DescriptorFile::open(bench.dir / "f", bench.setup.direct);
         Aligned to(kSize);
         fault::arm("read", "short", 0, 1, 0);
         CHECK(bench.one(IoKind::read, source, to.data(), kSize, 0, kSize).ok());
@@ -151,7 +151,7 @@ TEST(short_transfers_are_continued) {
 TEST(interrupts_are_retried) {
     on_all([](const Bench& bench) {
         Aligned memory(8192);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         fault::arm("write", "eintr", 0, 1, 1);
         CHECK(bench.write(file, memory, 8192, 0).ok());
         fault::arm("write", "fail", EAGAIN, 1, 5);
@@ -162,7 +162,7 @@ TEST(interrupts_are_retried) {
 TEST(failures_are_reported_and_others_go_on) {
     on_all([](const Bench& bench) {
         Aligned memory(kSize);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         for (const int error : {ENOSPC, EIO}) {
             fault::arm("write", "fail", error, 2, 1);
             for (std::uint64_t i = 0; i < 4; ++i) {
@@ -188,7 +188,7 @@ TEST(failures_are_reported_and_others_go_on) {
 TEST(the_end_of_the_file) {
     on_all([](const Bench& bench) {
         support::write_file(bench.dir / "f", Bytes(5000, std::byte{9}));
-        File file = File::open(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::open(bench.dir / "f", bench.setup.direct);
         Aligned memory(8192);
         const IoRequest request{.kind = IoKind::read,
                                 .file = &file,
@@ -211,7 +211,7 @@ TEST(the_end_of_the_file) {
 TEST(direct_io_that_is_refused_late_goes_on_buffered) {
     on_all([](const Bench& bench) {
         Aligned memory(8192);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         const bool was_direct = file.direct();
         for (const int full : {EIO, ENOSPC, EDQUOT}) {
             fault::arm("write", "fail", full, 1, 1);
@@ -219,7 +219,8 @@ TEST(direct_io_that_is_refused_late_goes_on_buffered) {
             CHECK_EQ(file.direct(), was_direct);
         }
         for (const int refused : {EINVAL, EOPNOTSUPP, EPERM, ENOTTY}) {
-            File another = File::create(bench.dir / std::to_string(refused), bench.setup.direct);
+            DescriptorFile another =
+                DescriptorFile::create(bench.dir / std::to_string(refused), bench.setup.direct);
             fault::arm("write", "fail", refused, 1, 1);
             CHECK_EQ(bench.write(another, memory, 8192, 0).ok(), was_direct);
             CHECK(!another.direct());
@@ -231,7 +232,7 @@ TEST(nothing_in_flight_and_empty_requests) {
     on_all([](const Bench& bench) {
         CHECK(bench.backend->reap(true).empty());
         Aligned memory(1);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         CHECK(bench.write(file, memory, 0, 0).ok());
     });
 }
@@ -239,7 +240,7 @@ TEST(nothing_in_flight_and_empty_requests) {
 TEST(wake_ends_a_wait) {
     on_all([](const Bench& bench) {
         Aligned memory(4096);
-        File file = File::create(bench.dir / "f", bench.setup.direct);
+        DescriptorFile file = DescriptorFile::create(bench.dir / "f", bench.setup.direct);
         for (int round = 0; round < 50; ++round) {
             const std::jthread waker([&] { bench.backend->wake(); });
             CHECK(bench.write(file, memory, 4096, 0).ok());
@@ -251,7 +252,7 @@ TEST(destruction_waits_for_what_is_in_flight) {
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);
         Aligned memory(kSize);
-        File file = File::create(dir / "f", setup.direct);
+        DescriptorFile file = DescriptorFile::create(dir / "f", setup.direct);
         const auto backend = make_backend(setup.backend, 2, 2);
         for (std::uint64_t i = 0; i < 20; ++i) {
             backend->submit({.kind = IoKind::write,
@@ -284,18 +285,18 @@ TEST(stores_at_offsets_of_files_in_memory) {
                           .required = data.size(),
                           .offset = kOffset,
                           .token = 3};
-        std::optional<File> made;
-        const auto make = [&]() -> File& {
+        std::optional<DescriptorFile> made;
+        const auto make = [&]() -> DescriptorFile& {
             std::filesystem::remove(dir / "f");
-            made.emplace(File::create(dir / "f", true));
+            made.emplace(DescriptorFile::create(dir / "f", true));
             request.file = &*made;
-            CHECK(made->memory_backed());
+            CHECK(made->traits().in_memory);
             CHECK(!made->direct());
             CHECK(made->memory().empty());
             return *made;
         };
         const auto check_stores = [&] {
-            const IoCompletion completion = transfer(request);
+            const IoCompletion completion = request.file->transfer(request);
             CHECK(completion.ok());
             CHECK_EQ(completion.token, 3U);
             CHECK_EQ(completion.transferred, data.size());
@@ -306,7 +307,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(content == expected);
         };
         for (const auto* action : {"none", "short", "eintr"}) {
-            File& file = make();
+            DescriptorFile& file = make();
             CHECK(file.allocate(0, end + 7000));
             file.map(end + 7000);
             if (action != std::string_view("none")) fault::arm("write", action, 0, 1, 0);
@@ -315,7 +316,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(std::ranges::equal(file.memory().first(end), expected));
         }
         fault::arm("write", "fail", EIO, 1, 1);
-        CHECK_EQ(transfer(request).error_number, EIO);
+        CHECK_EQ(request.file->transfer(request).error_number, EIO);
         // The mapping is too short, or missing.
         make();
         CHECK(made->allocate(0, end - 1));
@@ -324,7 +325,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
         make();
         check_stores();
         request.length = 0;
-        CHECK(transfer(request).ok());
+        CHECK(request.file->transfer(request).ok());
     }
 }
 
@@ -337,9 +338,9 @@ TEST(loads_from_files_in_memory) {
         const Bytes content = support::random_bytes(random, 100001);
         support::write_file(dir / "f", content);
         support::write_file(dir / "empty", {});
-        File file = File::open(dir / "f", true);
+        DescriptorFile file = DescriptorFile::open(dir / "f", true);
         CHECK(std::ranges::equal(file.memory(), content));
-        CHECK(File::open(dir / "empty", true).memory().empty());
+        CHECK(DescriptorFile::open(dir / "empty", true).memory().empty());
         constexpr std::uint64_t kOffset = 4999;
         Bytes to(content.size() - kOffset);
         IoRequest request{.kind = IoKind::read,
@@ -352,7 +353,7 @@ TEST(loads_from_files_in_memory) {
         for (const auto* action : {"none", "short", "eintr"}) {
             std::ranges::fill(to, std::byte{0});
             if (action != std::string_view("none")) fault::arm("read", action, 0, 1, 0);
-            const IoCompletion completion = transfer(request);
+            const IoCompletion completion = request.file->transfer(request);
             fault::clear();
             CHECK(completion.ok());
             CHECK_EQ(completion.transferred, to.size());
@@ -362,20 +363,20 @@ TEST(loads_from_files_in_memory) {
         // A file with a hole is not mapped, and reading fills no hole.
         support::write_file(dir / "sparse", content);
         std::filesystem::resize_file(dir / "sparse", 2 * content.size());
-        File sparse = File::open(dir / "sparse", true);
+        DescriptorFile sparse = DescriptorFile::open(dir / "sparse", true);
         CHECK(sparse.memory().empty());
         request.file = &sparse;
         request.offset = content.size();
-        CHECK(transfer(request).ok());
+        CHECK(request.file->transfer(request).ok());
         CHECK(std::ranges::all_of(to, [](std::byte byte) { return byte == std::byte{0}; }));
-        CHECK(File::open(dir / "sparse", true).memory().empty());
+        CHECK(DescriptorFile::open(dir / "sparse", true).memory().empty());
         request.file = &file;
         request.offset = kOffset;
 
         fault::arm("read", "fail", EIO, 1, 1);
-        CHECK_EQ(transfer(request).error_number, EIO);
+        CHECK_EQ(request.file->transfer(request).error_number, EIO);
         ++request.offset;
-        const IoCompletion beyond = transfer(request);
+        const IoCompletion beyond = request.file->transfer(request);
         CHECK(beyond.end_of_file);
         CHECK_EQ(beyond.transferred, to.size() - 1);
     }

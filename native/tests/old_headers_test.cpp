@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "check.hpp"
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 #include "support.hpp"
 
 using namespace datastates;
@@ -15,7 +15,7 @@ TEST(the_alignment_of_direct_io_is_known) {
 #if defined(STATX_DIOALIGN) && defined(SYS_statx)
     const support::TempDir dir;
     const std::string path = dir / "f";
-    const File file = File::create(path, true);
+    const DescriptorFile file = DescriptorFile::create(path, true);
     struct statx status{};
     if (!file.direct() ||
         ::syscall(SYS_statx, file.direct_fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0 ||
@@ -23,8 +23,8 @@ TEST(the_alignment_of_direct_io_is_known) {
         std::cout << "SKIPPED: the kernel does not tell\n" << std::flush;
         return;
     }
-    CHECK_EQ(file.memory_alignment(), status.stx_dio_mem_align);
-    CHECK_EQ(file.offset_alignment(), status.stx_dio_offset_align);
+    CHECK_EQ(file.traits().memory_alignment, status.stx_dio_mem_align);
+    CHECK_EQ(file.traits().offset_alignment, status.stx_dio_offset_align);
 #else
     std::cout << "SKIPPED: the headers here are old themselves\n" << std::flush;
 #endif

@@ -54,7 +54,7 @@ Buffers host_buffers(Bytes& first, Bytes& second) {
             .witness = {}};
 }
 
-std::size_t cached_pages(const File& file, std::size_t nbytes) {
+std::size_t cached_pages(const DescriptorFile& file, std::size_t nbytes) {
     std::size_t pages = 0;
     for (std::size_t at = 0; at < nbytes; at += kPage) pages += file.cached(at, 1) ? 1 : 0;
     return pages;
@@ -193,7 +193,7 @@ TEST(reads_shared_extents_into_the_page_cache) {
         const auto executor = support::make_executor(setup, 1, std::size_t{4} << 20);
         const Bytes bytes = support::random_bytes(random, 3000000);
         support::write_file(dir / "f", bytes);
-        const File file = File::open(dir / "f", setup.direct);
+        const DescriptorFile file = DescriptorFile::open(dir / "f", setup.direct);
         if (!file.cached(0, bytes.size())) {
             std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
             continue;
@@ -225,7 +225,7 @@ TEST(two_cached_extents_share_a_block) {
     const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 1, kBlock);
     const Bytes file = support::random_bytes(random, 100001);
     support::write_file(dir / "f", file);
-    if (!File::open(dir / "f", true).cached(0, file.size())) {
+    if (!DescriptorFile::open(dir / "f", true).cached(0, file.size())) {
         std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
         return;
     }

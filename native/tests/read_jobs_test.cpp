@@ -95,7 +95,7 @@ struct SharedCase {
     /// False where the file cannot be put out of the page cache.
     bool is_cold() {
         support::drop_cache(dir / "f");
-        if (!File::open(dir / "f", true).cached(0, 1)) return true;
+        if (!DescriptorFile::open(dir / "f", true).cached(0, 1)) return true;
         std::cout << "SKIPPED: what is written to " << (dir / "f") << " stays in memory\n"
                   << std::flush;
         return false;

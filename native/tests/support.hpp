@@ -416,7 +416,7 @@ inline std::vector<Setup> setups() {
     static const bool tmpfs = [] {
         try {
             const TempDir dir({.backend = "", .direct = false, .memory = true});
-            if (datastates::File::create(dir / "f", true).memory_backed()) return true;
+            if (datastates::DescriptorFile::create(dir / "f", true).traits().in_memory) return true;
         } catch (const std::runtime_error&) {
             // Reported below.
         }

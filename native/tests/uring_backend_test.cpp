@@ -38,7 +38,8 @@ void check_moves_all(Arm&& arm) {
         support::Aligned to(data.size());
         for (const IoKind kind : {IoKind::write, IoKind::read}) {
             const bool writes = kind == IoKind::write;
-            File file = writes ? File::create(dir / "f", direct) : File::open(dir / "f", direct);
+            DescriptorFile file = writes ? DescriptorFile::create(dir / "f", direct)
+                                         : DescriptorFile::open(dir / "f", direct);
             UringBackend backend(kDepth);
             arm();
             for (std::size_t i = 0; i < kRequests; ++i) {
@@ -97,7 +98,7 @@ TEST(a_ring_that_was_refused_is_used_again_and_woken) {
     if (no_ring()) return;
     const support::TempDir dir;
     const support::FaultScope scope;
-    File file = File::create(dir / "f", true);
+    DescriptorFile file = DescriptorFile::create(dir / "f", true);
     support::Aligned memory(kLength);
     UringBackend backend(kDepth);
     for (int round = 0; round < 50; ++round) {
@@ -119,7 +120,7 @@ TEST(a_ring_that_was_refused_is_used_again_and_woken) {
 TEST(destruction_of_a_ring_refused_for_good_ends) {
     if (no_ring()) return;
     const support::TempDir dir;
-    File file = File::create(dir / "f", true);
+    DescriptorFile file = DescriptorFile::create(dir / "f", true);
     support::Aligned memory(kLength);
     for (const std::uint64_t nth : {1, 3}) {
         const support::FaultScope scope;

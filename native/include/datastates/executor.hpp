@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
@@ -27,6 +28,9 @@
 namespace datastates {
 
 class Executor;
+
+/// The path of a file to open, or a file.
+using ReadFrom = std::variant<std::string, std::unique_ptr<File>>;
 
 /// One snapshot under way; the caller of submit_write owns it. It keeps the executor alive. The
 /// destructor aborts a snapshot that is not finished. Thread-safe.
@@ -145,8 +149,8 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                            Replicas replicas = {});
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
     /// destroyed.
-    std::unique_ptr<ReadJob> submit_read(const std::string& path,
-                                         std::shared_ptr<const ReadPlan> plan, Buffers dests);
+    std::unique_ptr<ReadJob> submit_read(ReadFrom place, std::shared_ptr<const ReadPlan> plan,
+                                         Buffers dests);
     /// Refuses new jobs. Waits until the running ones are written or have failed. Idempotent.
     void close();
     /// For a forked child, which does not have the threads. Afterwards the executor and its jobs
@@ -174,7 +178,9 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     template <typename State>
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
-    std::size_t most_blocks(const ReadState& state) const;
+    std::size_t most_blocks(ReadState& state) const;
+    std::size_t depth_of(ReadState& state) const;
+    Reader& reader_of(ReadState& state);
     void admit();
     void create(const std::shared_ptr<WriteState>& state, const std::string& path);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
@@ -199,6 +205,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     Writer writer_;
     Capturer capturer_;
     Reader reader_;
+    std::optional<Reader> handed_reader_;  // of handed files, from the first one on
 };
 
 }  // namespace datastates

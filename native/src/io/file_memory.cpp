@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 
 namespace datastates {
 
-FileMemory::FileMemory(const File& file, std::size_t length, Access access)
+FileMemory::FileMemory(const DescriptorFile& file, std::size_t length, Access access)
     : unused_((length + kStretch - 1) / kStretch) {
     if (length == 0) return;
     const int protection = access == Access::store ? PROT_READ | PROT_WRITE : PROT_READ;

@@ -27,7 +27,7 @@ class AlignedBuffer : Unmovable {
 }  // namespace
 
 // The bytes pass through one aligned buffer, for direct I/O of whole pages.
-void write_tail(File& file, std::uint64_t at, std::span<const std::byte> head,
+void write_tail(DescriptorFile& file, std::uint64_t at, std::span<const std::byte> head,
                 std::span<const std::byte> tail) {
     const std::uint64_t nbytes = head.size() + tail.size();
     if (nbytes == 0) return;

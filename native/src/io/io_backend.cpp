@@ -1,15 +1,12 @@
 #include "datastates/io/io_backend.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <string>
 #include <thread>
 
 #include "datastates/base/fault.hpp"
-#include "datastates/io/pwrite_backend.hpp"
+#include "datastates/io/threads_backend.hpp"
 #include "datastates/io/uring_backend.hpp"
 
 namespace datastates {
@@ -18,28 +15,12 @@ namespace {
 // The kernel moves at most 2 GiB - 4 KiB at a time. Steps of 1 GiB keep the next offset aligned.
 constexpr std::size_t kMaxStep = std::size_t{1} << 30;
 
-/// Runs a request's steps. `syscall` makes one and returns as pread and pwrite do.
-template <typename Syscall>
-IoCompletion carry_out(const IoRequest& request, Syscall&& syscall) {
-    Transfer state(request);
-    if (request.length == 0) return state.completion();
-    for (;;) {
-        int injected = 0;
-        const Transfer::Step step = state.next(&injected);
-        ssize_t result = -injected;
-        if (injected == 0) {
-            result = syscall(step);
-            if (result < 0) result = -errno;
-        }
-        if (state.advance(result, step) == Transfer::Next::finished) return state.completion();
-    }
-}
-
 }  // namespace
 
 Error io_error(const IoCompletion& completion, const IoRequest& request) {
     const char* op = request.kind == IoKind::read ? "read" : "write";
     const std::string& path = request.file->path();
+    if (completion.error) return *completion.error;
     if (completion.end_of_file) {
         return {ErrorCode::corrupt, 0, op, path,
                 "file " + path + " ends at byte " +
@@ -63,9 +44,9 @@ Transfer::Step Transfer::next(int* injected) {
         *injected = outcome->error_number;
         if (outcome->shortened) step.length = std::max<std::size_t>(step.length / 2, 1);
     }
-    step.direct = !request_.through_cache &&
-                  request_.file->fits_direct(step.buffer, step.length, step.offset);
-    step.fd = step.direct ? request_.file->direct_fd() : request_.file->buffered_fd();
+    step.direct =
+        !request_.through_cache && file_->fits_direct(step.buffer, step.length, step.offset);
+    step.fd = step.direct ? file_->direct_fd() : file_->buffered_fd();
     return step;
 }
 
@@ -90,28 +71,11 @@ Transfer::Next Transfer::advance(ssize_t result, const Step& step) {
     // Direct I/O is only a faster way: whatever refuses it, the page cache may take the transfer.
     // A failing or full device would fail that, too, and not always at once.
     if (step.direct && error != EIO && error != ENOSPC && error != EDQUOT) {
-        request_.file->drop_direct();
+        file_->drop_direct();
         return Next::again;
     }
     completion_.error_number = error;
     return Next::finished;
-}
-
-IoCompletion transfer(const IoRequest& request) {
-    const std::span<std::byte> mapped = request.file->memory();
-    if (!mapped.empty() && mapped.size() >= request.offset + request.length) {
-        return carry_out(request, [&](const Transfer::Step& step) {
-            std::byte* const place = mapped.data() + step.offset;
-            const bool reads = request.kind == IoKind::read;
-            std::memcpy(reads ? step.buffer : place, reads ? place : step.buffer, step.length);
-            return static_cast<ssize_t>(step.length);
-        });
-    }
-    return carry_out(request, [&](const Transfer::Step& step) {
-        const auto offset = static_cast<off_t>(step.offset);
-        return request.kind == IoKind::read ? ::pread(step.fd, step.buffer, step.length, offset)
-                                            : ::pwrite(step.fd, step.buffer, step.length, offset);
-    });
 }
 
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,
@@ -134,7 +98,7 @@ std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_d
             if (which == "io_uring") throw;
         }
     }
-    return std::make_unique<PwriteBackend>(threads);
+    return std::make_unique<ThreadsBackend>(threads);
 }
 
 }  // namespace datastates

@@ -123,7 +123,7 @@ void UringBackend::start_waiting() {
         waiting_.pop_front();
         const std::size_t slot = free_slots_.back();
         free_slots_.pop_back();
-        slots_[slot].transfer = Transfer(request);
+        slots_[slot].transfer = Transfer(request, request.file->descriptor());
         if (request.length == 0) {
             finish(slot, slots_[slot].transfer.completion());
         } else {
@@ -219,7 +219,8 @@ void UringBackend::do_queued() {
         if (user_data == kWake) {
             listening_ = false;
         } else {
-            finish(user_data, transfer(slots_[user_data].transfer.request()));
+            const IoRequest& request = slots_[user_data].transfer.request();
+            finish(user_data, request.file->transfer(request));
         }
     }
     queued_.clear();

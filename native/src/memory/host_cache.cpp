@@ -161,9 +161,13 @@ void HostCache::wait_settled() const {
     changed_.wait(lock, [&] { return all_settled(); });
 }
 
-void HostCache::watch(std::function<void()> usable) {
+void HostCache::watch(const void* watcher, std::function<void()> usable) {
     const std::scoped_lock lock(mutex_);
-    usable_ = std::move(usable);
+    if (usable) {
+        usable_[watcher] = std::move(usable);
+    } else {
+        usable_.erase(watcher);
+    }
 }
 
 bool HostCache::all_settled() const {
@@ -234,7 +238,7 @@ void HostCache::make_ready(std::size_t index) {
 
 void HostCache::tell_usable() {
     changed_.notify_all();
-    if (usable_) usable_();
+    for (const auto& [watcher, usable] : usable_) usable();
 }
 
 void HostCache::make_free(std::size_t index) {

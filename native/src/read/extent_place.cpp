@@ -21,14 +21,14 @@ std::byte* in_place(const ReadState& job, const File& file, const ReadPlan::Exte
     auto* const to = job.buffers().host(dest) + piece.dest_offset;
     if (cached || !file.direct()) return to;
     const bool fits = extent.length >= kInPlaceMinimum &&
-                      file.fits_direct(to, file.offset_alignment(), extent.offset);
+                      file.fits_direct(to, file.traits().offset_alignment, extent.offset);
     return fits ? to : nullptr;
 }
 
 std::pair<std::uint64_t, std::uint64_t> widened(const ReadPlan::Extent& extent, const File& file) {
     const std::uint64_t begin = extent.offset / kPage * kPage;
     const std::uint64_t end = (extent.offset + extent.length + kPage - 1) / kPage * kPage;
-    const bool wide = file.direct() && file.offset_alignment() <= kPage &&
+    const bool wide = file.direct() && file.traits().offset_alignment <= kPage &&
                       (end - begin - extent.length) * kWidening <= extent.length;
     return wide ? std::pair(begin, end) : std::pair(extent.offset, extent.offset + extent.length);
 }

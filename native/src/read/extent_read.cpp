@@ -82,7 +82,7 @@ class Placing {
 /// Reads the spans of an extent in order. Each advance() goes on from the last end to a new one.
 class Cursor {
   public:
-    Cursor(const ReadState& job, const ReadPlan::Extent& extent, File& file)
+    Cursor(const ReadState& job, const ReadPlan::Extent& extent, DescriptorFile* file)
         : file_(file), extent_(extent), left_(job.plan().spans(extent)) {}
 
     void advance(std::uint64_t end, const StepMemory& data) {
@@ -106,21 +106,21 @@ class Cursor {
         while (at_ < end) {
             const auto length = static_cast<std::size_t>(std::min(kRead, end - at_));
             const IoRequest request{.kind = IoKind::read,
-                                    .file = &file_,
+                                    .file = file_,
                                     .buffer = data.at(at_),
                                     .length = length,
                                     .required = length,
                                     .offset = extent_.offset + at_,
                                     .token = 0,
                                     .through_cache = true};
-            const IoCompletion completion = transfer(request);
+            const IoCompletion completion = file_->transfer(request);
             if (!completion.ok()) throw io_error(completion, request);
             at_ += length;
             bytes_ += length;
         }
     }
 
-    File& file_;
+    DescriptorFile* file_;
     const ReadPlan::Extent& extent_;
     std::span<const ReadPlan::Span> left_;
     std::uint64_t at_ = 0;
@@ -199,7 +199,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     Share placing;
     std::uint64_t verified = 0;
     std::uint64_t straight = 0;  // bytes read straight to their destinations, step by step
-    const bool windowed = how.through_cache && !how.in_place;
+    const bool windowed = how.file != nullptr && !how.in_place;
     Cursor cursor(job, extent, how.file);
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
@@ -219,7 +219,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
             std::byte* const dest = may_be_straight ? places.straight(end) : nullptr;
             const StepMemory at =
                 dest != nullptr ? StepMemory{.first = dest, .offset = from} : memory;
-            if (how.through_cache) cursor.advance(end, at);
+            if (how.file != nullptr) cursor.advance(end, at);
             if (check != nullptr) {
                 verifying.of([&] { verify(job, extent, *check, at); });
                 verified += check->length;
@@ -241,7 +241,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
         if (!how.in_place) copies.advance(step_end, memory);
         window.close(i, copies, i + 1 == steps.size());
     }
-    if (how.through_cache) job.file().let_go(extent.offset, extent.length);
+    if (how.file != nullptr) job.file().descriptor()->let_go(extent.offset, extent.length);
     // Reading, verifying and copying alternate. The timeline shows them one after the other.
     const auto end = Clock::now();
     const auto placed = end - placing.time();
@@ -251,7 +251,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
                           Clock::time_point to, std::uint64_t bytes) {
         timeline.add({.stage = stage, .track = track, .begin = from, .end = to, .bytes = bytes});
     };
-    if (how.through_cache) note(Stage::read, how.track, begin, checked, cursor.bytes());
+    if (how.file != nullptr) note(Stage::read, how.track, begin, checked, cursor.bytes());
     note(Stage::verify, how.worker, checked, placed, verified);
     if (places.bytes() > 0) note(Stage::copy, how.track, placed, end, places.bytes());
     return {.bytes_read = cursor.bytes(),

@@ -6,10 +6,11 @@
 
 namespace datastates {
 
-ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers)
+ReadState::ReadState(std::unique_ptr<File> file, std::shared_ptr<const ReadPlan> plan,
+                     Buffers buffers)
     : plan_(std::move(plan)), buffers_(std::move(buffers)), file_(std::move(file)) {
     stats_.bytes_needed = plan_->bytes();
-    stats_.direct = file_.direct();
+    stats_.direct = file_->direct();
 }
 
 void ReadState::fail(std::size_t extent, const Error& error) {
@@ -17,6 +18,7 @@ void ReadState::fail(std::size_t extent, const Error& error) {
     if (!error_ || extent < error_extent_) {
         error_ = error;
         error_extent_ = extent;
+        file_->give_up(extent);
     }
     stopped_.store(true, std::memory_order_release);
 }
@@ -28,7 +30,7 @@ bool ReadState::settled(std::size_t extent) const {
 }
 
 void ReadState::finish(ReadStats stats) {
-    file_.close();
+    file_->close();
     const std::scoped_lock lock(mutex_);
     stats.bytes_needed = stats_.bytes_needed;
     stats.seconds = seconds_since(start_);
@@ -42,6 +44,7 @@ void ReadState::stop() {
     if (done_) return;
     if (!error_) error_ = Error::cancelled();
     error_extent_ = 0;
+    file_->give_up(0);
     stopped_.store(true, std::memory_order_release);
 }
 

@@ -21,10 +21,10 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       inbox_(*backend_),
       reads_(*backend_),
       thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {
-    cache_.watch([this] { inbox_.look_again(); });
+    cache_.watch(this, [this] { inbox_.look_again(); });
 }
 
-Reader::~Reader() { cache_.watch({}); }
+Reader::~Reader() { cache_.watch(this, {}); }
 
 void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
     try {
@@ -102,9 +102,10 @@ bool Reader::may_begin_job() const { return has_room() && (runs_.empty() || runs
 bool Reader::start_next(ReadRun& run) {
     ReadState& job = *run.job;
     const ReadPlan::Extent& extent = job.plan().extents()[run.next];
+    DescriptorFile* const file = job.file().descriptor();
     const bool cached = job.file().cached(extent.offset, extent.length);
-    const bool through_cache = cached || extent.through_cache();
-    const bool streamed = extent.shared && !cached;
+    const bool through_cache = file != nullptr && (cached || extent.through_cache());
+    const bool streamed = through_cache && extent.shared && !cached;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
                                                            .block = nullptr,
@@ -112,19 +113,20 @@ bool Reader::start_next(ReadRun& run) {
                                                            .track = 0,
                                                            .begin = {}});
     // Few at a time: the kernel reads ahead, in large pages, only for who reads in order.
-    reading->stream = streamed ? run.streams.take(job.file()) : nullptr;
-    if (streamed && reading->stream == nullptr) return false;
+    if (through_cache) reading->from = streamed ? run.streams.take(*file) : file;
+    reading->streamed = streamed;
+    if (streamed && reading->from == nullptr) return false;
     reading->data = memory_for(run, *reading, cached, through_cache);
     if (reading->data == nullptr) {
-        if (streamed) run.streams.give_back(reading->stream);
+        if (streamed) run.streams.give_back(reading->from);
         return false;
     }
     reading->track = tracks_.take();
     reading->begin = Clock::now();
     if (cached) run.stats.cached_bytes += extent.bytes;
     if (through_cache) {
-        if (!cached && !streamed) job.file().will_need(extent.offset, extent.length);
-        start_work(reading, true);
+        if (!cached && !streamed) file->will_need(extent.offset, extent.length);
+        start_work(reading);
     } else {
         reads_.start(reading);
     }
@@ -204,43 +206,40 @@ void Reader::take_read(const std::shared_ptr<Reading>& reading) {
     ReadState& job = reading->job();
     job.timeline().add(Stage::read, reading->track, reading->begin, reading->extent().length);
     try {
-        start_work(reading, false);
+        start_work(reading);
     } catch (...) {
         job.fail(reading->index, Error::current());
     }
 }
 
-void Reader::start_work(std::shared_ptr<Reading> reading, bool through_cache) {
+void Reader::start_work(std::shared_ptr<Reading> reading) {
     ReadRun& run = *reading->run;
     Readings worked;  // allocated here, where an error can be thrown
     worked.push_back(std::move(reading));
-    workers_.submit(WorkerPool::Task(
-        [this, through_cache, worked = std::move(worked)](unsigned worker) mutable {
-            Reading& reading = *worked.front();
-            try {
-                work(reading, through_cache, worker);
-            } catch (...) {
-                reading.job().fail(reading.index, Error::current());
-            }
-            inbox_.put(worked);
-        }));
+    workers_.submit(WorkerPool::Task([this, worked = std::move(worked)](unsigned worker) mutable {
+        Reading& reading = *worked.front();
+        try {
+            work(reading, worker);
+        } catch (...) {
+            reading.job().fail(reading.index, Error::current());
+        }
+        inbox_.put(worked);
+    }));
     ++working_;
     ++run.under_way;
 }
 
 /// In a worker: reads an extent if necessary, verifies it, fills its host destinations and starts
 /// its copies to devices.
-void Reader::work(Reading& reading, bool through_cache, unsigned worker) {
+void Reader::work(Reading& reading, unsigned worker) {
     ReadState& job = reading.job();
     // Extents before a failed one still count: the failure of the lowest extent is reported.
     if (job.settled(reading.index)) return;
-    reading.finished =
-        finish_extent(job, reading.extent(), reading.data,
-                      {.file = reading.stream != nullptr ? *reading.stream : job.file(),
-                       .through_cache = through_cache,
-                       .in_place = !reading.block,
-                       .track = reading.track,
-                       .worker = worker});
+    reading.finished = finish_extent(job, reading.extent(), reading.data,
+                                     {.file = reading.from,
+                                      .in_place = !reading.block,
+                                      .track = reading.track,
+                                      .worker = worker});
     reading.bytes_read += reading.finished.bytes_read;
 }
 
@@ -251,7 +250,7 @@ void Reader::take_worked(bool wait) {
     while (!worked.empty()) {
         const Reading& reading = *worked.front();
         --working_;
-        if (reading.stream != nullptr) reading.run->streams.give_back(reading.stream);
+        if (reading.streamed) reading.run->streams.give_back(reading.from);
         reading.run->stats.bytes_read += reading.bytes_read;
         reading.run->stats.in_place_bytes += reading.finished.in_place_bytes;
         if (reading.finished.events.empty()) {

@@ -12,9 +12,9 @@ void StorageReads::start(const std::shared_ptr<Reading>& reading) {
     const ReadPlan::Extent& extent = reading->extent();
     const File& file = reading->job().file();
     if (!reading->block) {
+        const std::uint64_t alignment = file.traits().offset_alignment;
         const std::uint64_t whole =
-            file.direct() ? extent.length / file.offset_alignment() * file.offset_alignment()
-                          : extent.length;
+            file.direct() ? extent.length / alignment * alignment : extent.length;
         const std::uint64_t rest = extent.length - whole;
         // The rest is less than a page and is read through the page cache.
         submit(reading, reading->data, extent.offset, whole, whole);
@@ -29,6 +29,15 @@ void StorageReads::start(const std::shared_ptr<Reading>& reading) {
 
 void StorageReads::submit(const std::shared_ptr<Reading>& reading, std::byte* buffer,
                           std::uint64_t offset, std::size_t length, std::size_t required) {
+    const std::size_t most = reading->job().file().traits().best_piece;
+    for (; length > most; length -= most, buffer += most, offset += most, required -= most) {
+        submit_piece(reading, buffer, offset, most, most);
+    }
+    submit_piece(reading, buffer, offset, length, required);
+}
+
+void StorageReads::submit_piece(const std::shared_ptr<Reading>& reading, std::byte* buffer,
+                                std::uint64_t offset, std::size_t length, std::size_t required) {
     ReadRun& run = *reading->run;
     const IoRequest request{.kind = IoKind::read,
                             .file = &run.job->file(),
@@ -36,7 +45,8 @@ void StorageReads::submit(const std::shared_ptr<Reading>& reading, std::byte* bu
                             .length = length,
                             .required = required,
                             .offset = offset,
-                            .token = next_token_++};
+                            .token = next_token_++,
+                            .order = reading->index};
     const auto part = parts_.try_emplace(request.token).first;
     part->second = {.reading = reading, .request = request};
     try {

@@ -13,7 +13,7 @@ constexpr std::uint64_t kAllocationStep = std::uint64_t{256} << 20;
 }  // namespace
 
 void NewFile::allocate(bool by_mapping, const std::atomic<bool>& stopped) {
-    if (!file_->memory_backed()) {
+    if (!file_->traits().in_memory) {
         file_->allocate(0, length_);
     } else if (by_mapping && allocate_memory(stopped)) {
         file_->map(length_);

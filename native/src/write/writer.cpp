@@ -117,9 +117,9 @@ bool Writer::take_arrivals(const std::stop_token& stop) {
     }
     landing_.splice(landing_.end(), arrivals_);
     look_again_ = false;
-    const std::list<Stored> stored = std::exchange(stored_, {});
+    const std::list<IoCompletion> stored = std::exchange(stored_, {});
     lock.unlock();
-    for (const Stored& store : stored) complete(store.completion, store.error);
+    for (const IoCompletion& completion : stored) complete(completion);
     return true;
 }
 
@@ -262,18 +262,18 @@ void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
 }
 
 void Writer::start_store(const IoRequest& request) {
-    std::list<Stored> made(1);  // allocated here, where an error can be thrown
+    std::list<IoCompletion> made(1);  // allocated here, where an error can be thrown
     workers_.submit(
         WorkerPool::Task([this, request, made = std::move(made)](unsigned worker) mutable {
-            Stored& stored = made.front();
-            stored.completion = {.token = request.token, .begin = Clock::now()};
+            IoCompletion& stored = made.front();
+            stored = {.token = request.token, .begin = Clock::now()};
             try {
-                stored.completion = transfer(request);
-                request.file->let_go(request.offset, request.length);
+                stored = request.file->transfer(request);
+                request.file->descriptor()->let_go(request.offset, request.length);
             } catch (...) {
                 stored.error = Error::current();
             }
-            stored.completion.note_end(worker);
+            stored.note_end(worker);
             const std::scoped_lock lock(mutex_);
             stored_.splice(stored_.end(), made);
             arrived_.notify_one();
@@ -291,10 +291,10 @@ void Writer::reap(bool wait) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return;
     }
-    for (const IoCompletion& completion : completions) complete(completion, std::nullopt);
+    for (const IoCompletion& completion : completions) complete(completion);
 }
 
-void Writer::complete(const IoCompletion& completion, const std::optional<Error>& error) {
+void Writer::complete(const IoCompletion& completion) {
     const auto found = in_flight_.find(completion.token);
     InFlight flight = std::move(found->second);
     in_flight_.erase(found);
@@ -305,7 +305,6 @@ void Writer::complete(const IoCompletion& completion, const std::optional<Error>
                         .end = completion.end,
                         .bytes = completion.transferred});
     try {
-        if (error) throw Error(*error);
         if (!completion.ok()) throw io_error(completion, flight.request);
     } catch (...) {
         job.fail(Error::current());

@@ -1,104 +1,66 @@
 #pragma once
 
-#include <sys/stat.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <optional>
-#include <span>
 #include <string>
-
-#include "datastates/base/descriptor.hpp"
-#include "datastates/io/file_memory.hpp"
+#include <utility>
 
 namespace datastates {
 
-/// An open file, owned by its job. It holds a buffered descriptor and, where the file system takes
-/// direct I/O, a second one with O_DIRECT. A transfer uses the direct one when its offset, length
-/// and memory are aligned for it. The kernel keeps the two coherent. A file that lives in memory
-/// (tmpfs, ramfs) gains nothing from direct I/O and never uses it. Failing syscalls throw Error
-/// "io".
+class DescriptorFile;
+struct IoCompletion;
+struct IoRequest;
+
+/// A file, owned by its job. Its kind chooses who reads it: a file of the system has descriptors,
+/// see DescriptorFile. A handed one has bytes that other code hands over, see HandedFile.
 class File {
   public:
-    /// Creates a file for writing. It must not exist.
-    static File create(const std::string& path, bool want_direct);
-    /// Opens an existing file for reading. Maps a file without holes that lives in memory, if the
-    /// system can.
-    /// The kernel reads ahead what is read `in_order` through the page cache.
-    static File open(const std::string& path, bool want_direct, bool in_order = false);
-    /// The same file, opened once more for reading through the page cache. Empty if the system
-    /// cannot: without /proc, or with too many open files.
-    std::optional<File> again() const;
+    struct Traits {
+        /// What direct I/O needs: of memory addresses, and of offsets and lengths.
+        std::size_t memory_alignment = 4096;
+        std::size_t offset_alignment = 4096;
+        /// Whether the file lives in memory, as on tmpfs.
+        bool in_memory = false;
+        /// The most bytes of one request.
+        std::size_t best_piece = SIZE_MAX;
+    };
 
-    File(File&& other) noexcept;
     File& operator=(File&&) = delete;
     File(const File&) = delete;
     File& operator=(const File&) = delete;
-    ~File() = default;
+    virtual ~File() = default;
 
+    /// Its path, or what else errors name it by.
     const std::string& path() const { return path_; }
-
-    /// Whether the file lives in memory, as on tmpfs.
-    bool memory_backed() const { return memory_backed_; }
-    /// Whether the range can be read without the storage device, as far as the kernel tells.
-    /// Callers use it only to choose the faster of two correct ways to read. Thread-safe.
-    bool cached(std::uint64_t offset, std::uint64_t length) const;
-    /// Advises the kernel to read the range into the page cache. Thread-safe.
-    void will_need(std::uint64_t offset, std::uint64_t length) const;
+    const Traits& traits() const { return traits_; }
     /// Whether direct I/O is in use. Thread-safe.
     bool direct() const { return direct_.load(std::memory_order_relaxed); }
-    /// The alignment that direct I/O needs: of memory addresses, and of offsets and lengths.
-    std::size_t memory_alignment() const { return memory_alignment_; }
-    std::size_t offset_alignment() const { return offset_alignment_; }
-    /// Stops using direct I/O, after the file system has refused a transfer. Thread-safe.
-    void drop_direct() { direct_.store(false, std::memory_order_relaxed); }
     /// Whether direct I/O is in use and the transfer is aligned for it. Thread-safe.
-    bool fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const;
-    int direct_fd() const { return direct_fd_.get(); }
-    int buffered_fd() const { return buffered_.get(); }
-
-    std::uint64_t size() const;
-    /// Allocates space. False where the file system does not, or should not; throws where it is
-    /// full. Thread-safe.
-    bool allocate(std::uint64_t offset, std::uint64_t length) const;
-    /// Maps the first `length` bytes of a memory-backed file for stores, if the system can.
-    /// REQUIRES: they are allocated, and no other thread uses the file yet.
-    void map(std::uint64_t length);
-    /// The mapped bytes: for stores after map(), for loads after open(). Empty where nothing is
-    /// mapped. Valid until close.
-    std::span<std::byte> memory() const {
-        return memory_ ? memory_->bytes() : std::span<std::byte>();
+    bool fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const {
+        return direct() && length % traits_.offset_alignment == 0 &&
+               offset % traits_.offset_alignment == 0 &&
+               reinterpret_cast<std::uintptr_t>(memory) % traits_.memory_alignment == 0;
     }
-    /// Notes that a mapped range is no longer used, so that its pages can be taken out of the page
-    /// tables. Otherwise one thread would do this for the whole file at the end. Thread-safe.
-    void let_go(std::uint64_t offset, std::uint64_t length) const;
-    /// fsync of all that was written.
-    void sync() const;
-    /// Writes all of `data`; continues after short writes and interrupts. Blocks.
-    void write_all(std::span<const std::byte> data, std::uint64_t offset);
-    /// Closes a file that was written and synced. Throws Error "io" where it does not have the
-    /// `length` that was written, or where the file system tells only now that it lost something.
-    void close_written(std::uint64_t length);
-    void close();
+    /// Whether the range can be read without the storage device, as far as is known. Callers use it
+    /// only to choose the faster of two correct ways to read. Thread-safe.
+    virtual bool cached(std::uint64_t offset, std::uint64_t length) const = 0;
+    /// The file with its descriptors; null where it has none.
+    virtual DescriptorFile* descriptor() = 0;
+    /// Does one request in the calling thread. Thread-safe.
+    virtual IoCompletion transfer(const IoRequest& request) = 0;
+    /// Lets requests fail whose `order` is at least this: nobody wants them any more. Thread-safe.
+    virtual void give_up(std::size_t order) = 0;
+    virtual void close() = 0;
 
-  private:
-    File(std::string path, int flags, bool want_direct);
-    void probe_alignment();
-    void map_for_loading();
-    struct stat status() const;
+  protected:
+    explicit File(std::string path) : path_(std::move(path)) {}
+    File(File&& other) noexcept
+        : path_(std::move(other.path_)), traits_(other.traits_), direct_(other.direct()) {}
 
     std::string path_;
-    FileDescriptor buffered_;
-    FileDescriptor direct_fd_;
-    std::size_t memory_alignment_ = 4096;
-    std::size_t offset_alignment_ = 4096;
-    bool memory_backed_ = false;
-    bool by_handle_ = false;   // a server behind FUSE may treat each descriptor by itself
-    bool compresses_ = false;  // Btrfs may, but never what was allocated before it was written
+    Traits traits_;
     std::atomic<bool> direct_ = false;
-    std::unique_ptr<FileMemory> memory_;
 };
 
 }  // namespace datastates

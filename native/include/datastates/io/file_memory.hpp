@@ -10,9 +10,9 @@
 
 namespace datastates {
 
-class File;
+class DescriptorFile;
 
-/// A mapping of a file that lives in memory, for stores or loads. Owned by its File. The mapping is
+/// A mapping of a file that lives in memory, for stores or loads. Owned by its file. The mapping is
 /// advised as sequential, so that the kernel does not mark its pages as used: threads would wait
 /// for each other at the kernel's page lists.
 class FileMemory : Unmovable {
@@ -21,7 +21,7 @@ class FileMemory : Unmovable {
 
     /// Maps the first `length` bytes; stays empty where the system cannot. REQUIRES: they are
     /// allocated and stay allocated, as touching a missing page may raise SIGBUS.
-    FileMemory(const File& file, std::size_t length, Access access);
+    FileMemory(const DescriptorFile& file, std::size_t length, Access access);
     ~FileMemory();
 
     std::span<std::byte> bytes() const { return bytes_; }

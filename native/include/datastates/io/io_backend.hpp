@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -12,7 +13,7 @@
 #include "datastates/base/error.hpp"
 #include "datastates/base/timeline.hpp"
 #include "datastates/base/unmovable.hpp"
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 
 namespace datastates {
 
@@ -31,6 +32,8 @@ struct IoRequest {
     std::uint64_t token;
     /// Use the page cache even where direct I/O is possible.
     bool through_cache = false;
+    /// See File::give_up.
+    std::size_t order = 0;
 };
 
 struct IoCompletion {
@@ -39,20 +42,23 @@ struct IoCompletion {
     int error_number = 0;
     /// The file ended before `required` bytes.
     bool end_of_file = false;
+    /// Another error that ended the transfer.
+    std::optional<Error> error{};
     std::size_t transferred = 0;
     /// The ring slot or thread that did the transfer, and when.
     std::uint32_t slot = 0;
     Clock::time_point begin{};
     Clock::time_point end{};
 
-    bool ok() const { return error_number == 0 && !end_of_file; }
+    bool ok() const { return error_number == 0 && !end_of_file && !error; }
     void note_end(std::size_t in_slot) {
         slot = static_cast<std::uint32_t>(in_slot);
         end = Clock::now();
     }
 };
 
-/// The exception for a completion that is not ok: "corrupt" for an early end of file, else "io".
+/// The exception for a completion that is not ok: its error, or "corrupt" for an early end of file,
+/// else "io".
 Error io_error(const IoCompletion& completion, const IoRequest& request);
 
 /// Moves buffers to and from files, many at a time. It continues short transfers and interrupted
@@ -95,7 +101,7 @@ class IoBackend : Unmovable {
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,
                                         unsigned threads);
 
-/// The progress of one request. Both backends use it; it belongs to the thread that does the
+/// The progress of one request to a file with descriptors. It belongs to the thread that does the
 /// transfer.
 class Transfer {
   public:
@@ -108,7 +114,7 @@ class Transfer {
         std::uint64_t offset;
     };
 
-    explicit Transfer(const IoRequest& request) : request_(request) {}
+    Transfer(const IoRequest& request, DescriptorFile* file) : request_(request), file_(file) {}
 
     /// Passes the read or write fault point and returns the next syscall to make. `*injected` is
     /// the errno to use instead of making it, or 0.
@@ -120,13 +126,8 @@ class Transfer {
 
   private:
     IoRequest request_;
+    DescriptorFile* file_;
     IoCompletion completion_{.token = request_.token, .begin = Clock::now()};
 };
-
-/// Does one request in the calling thread. It copies to or from the file's mapping where that
-/// covers the range, else it calls pread or pwrite. The mapping is faster with many threads: pwrite
-/// lets only one at a time into a file, and threads in pread wait for each other to mark pages as
-/// used. Thread-safe.
-IoCompletion transfer(const IoRequest& request);
 
 }  // namespace datastates

@@ -34,7 +34,7 @@ class UringBackend final : public IoBackend {
         FileDescriptor descriptor;  // the ring's own
     };
     struct Slot {
-        Transfer transfer{IoRequest{}};
+        Transfer transfer{IoRequest{}, nullptr};
         Transfer::Step step{};
     };
 

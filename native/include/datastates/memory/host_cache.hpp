@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -85,10 +86,10 @@ class HostCache : Unmovable {
     bool pinned() const;
     /// Blocks until nothing is left to populate or page-lock.
     void wait_settled() const;
-    /// Calls `usable`, in place of an earlier one, whenever memory that was to come has become
-    /// usable. It runs under the cache's lock, so it must be quick, must not throw and must not
-    /// call the cache. Empty: no call is made, and none runs any more.
-    void watch(std::function<void()> usable);
+    /// Calls `usable` whenever memory that was to come has become usable. It runs under the cache's
+    /// lock, so it must be quick, must not throw and must not call the cache. Empty: this watcher
+    /// gets no call, and none runs any more.
+    void watch(const void* watcher, std::function<void()> usable);
 
     /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
     /// and after every change, as poke() or a release. It runs under the cache's lock, so it must
@@ -144,7 +145,7 @@ class HostCache : Unmovable {
     std::vector<bool> free_;
     std::size_t free_count_ = 0;
     std::shared_ptr<cuda::PrimaryContext> context_;
-    std::function<void()> usable_;
+    std::map<const void*, std::function<void()>> usable_;  // by watcher
     std::condition_variable_any work_;
     std::vector<std::jthread> workers_;  // last: join first
 };

@@ -12,11 +12,10 @@
 namespace datastates {
 
 struct Finishing {
-    File& file;           // to read the extent from
-    bool through_cache;   // read the extent here, through the page cache
-    bool in_place;        // `data` is its destination
-    std::uint32_t track;  // timeline track of reading and copying
-    unsigned worker;      // timeline track of verifying
+    DescriptorFile* file;  // to read the extent from, through the page cache; null: it is read
+    bool in_place;         // `data` is its destination
+    std::uint32_t track;   // timeline track of reading and copying
+    unsigned worker;       // timeline track of verifying
 };
 
 struct Finished {

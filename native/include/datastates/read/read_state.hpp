@@ -33,15 +33,15 @@ struct ReadStats {
 /// devices before the reader knows the job. A mutex guards the error and the result.
 class ReadState {
   public:
-    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
+    ReadState(std::unique_ptr<File> file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
 
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    File& file() { return file_; }
+    File& file() { return *file_; }
     JobDevices& devices() { return devices_; }
     const JobDevices& devices() const { return devices_; }
-    bool memory_backed() const { return file_.memory_backed(); }
-    const std::string& path() const { return file_.path(); }
+    bool memory_backed() const { return file_->traits().in_memory; }
+    const std::string& path() const { return file_->path(); }
 
     // For the reader and its workers.
     /// Stops the job: no later extent begins. Of several errors the one of the lowest extent is
@@ -69,7 +69,7 @@ class ReadState {
   private:
     const std::shared_ptr<const ReadPlan> plan_;
     const Buffers buffers_;
-    File file_;
+    const std::unique_ptr<File> file_;
     const Clock::time_point start_ = Clock::now();
     JobDevices devices_;
     std::atomic<bool> stopped_ = false;

@@ -21,7 +21,8 @@ namespace datastates {
 /// extents under way at a time. It begins them job by job, and a job begins once all extents of
 /// those before it have begun: many files are read as fast as one.
 ///
-/// The thread chooses how each extent is read. The backend reads extents from storage. Workers read
+/// The thread chooses how each extent is read. The backend reads extents from storage, and those of
+/// handed files. Workers read
 /// extents that are in memory already (page cache, tmpfs), and sparse and shared ones, through the
 /// page cache. They also verify every extent, fill host destinations, and start the copies to
 /// devices. The thread is no background
@@ -51,8 +52,8 @@ class Reader : Unmovable {
     void wait();
     void reap();
     void take_read(const std::shared_ptr<Reading>& reading);
-    void start_work(std::shared_ptr<Reading> reading, bool through_cache);
-    static void work(Reading& reading, bool through_cache, unsigned worker);
+    void start_work(std::shared_ptr<Reading> reading);
+    static void work(Reading& reading, unsigned worker);
     void take_worked(bool wait);
     void release_copied(bool wait);
     void end(const Reading& reading);

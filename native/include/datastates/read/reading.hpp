@@ -38,7 +38,8 @@ struct Reading {
     Clock::time_point begin;
     unsigned parts = 0;
     std::uint64_t bytes_read = 0;
-    File* stream = nullptr;  // for a shared extent that was not in the page cache
+    DescriptorFile* from = nullptr;  // where a worker reads it, through the page cache
+    bool streamed = false;           // `from` is one of the run's streams
     Finished finished{};
 
     ReadState& job() const { return *run->job; }

@@ -16,7 +16,8 @@ class StorageReads {
     /// `backend` outlives this.
     explicit StorageReads(IoBackend& backend) : backend_(backend) {}
 
-    /// Begins to read an extent, by direct I/O where that is possible.
+    /// Begins to read an extent, by direct I/O where that is possible, in pieces that suit the
+    /// file.
     void start(const std::shared_ptr<Reading>& reading);
     /// Takes a part that has ended. A failure fails the job. Returns the extent if it was its last
     /// part, else null.
@@ -31,6 +32,8 @@ class StorageReads {
     };
     void submit(const std::shared_ptr<Reading>& reading, std::byte* buffer, std::uint64_t offset,
                 std::size_t length, std::size_t required);
+    void submit_piece(const std::shared_ptr<Reading>& reading, std::byte* buffer,
+                      std::uint64_t offset, std::size_t length, std::size_t required);
 
     IoBackend& backend_;
     std::unordered_map<std::uint64_t, Part> parts_;  // by token

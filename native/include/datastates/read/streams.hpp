@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 
 namespace datastates {
 
@@ -20,15 +20,15 @@ class Streams {
         : most_(std::clamp(workers / kWorkers, std::size_t{1}, kMost)) {}
 
     /// A stream that nobody uses; null if there is none. `file` is the first one.
-    File* take(File& file);
-    void give_back(File* stream) noexcept { free_[free_count_++] = stream; }
+    DescriptorFile* take(DescriptorFile& file);
+    void give_back(DescriptorFile* stream) noexcept { free_[free_count_++] = stream; }
 
   private:
     static constexpr std::size_t kWorkers = 4;
     static constexpr std::size_t kMost = 4;
     std::size_t most_;
-    std::vector<std::unique_ptr<File>> opened_;  // besides the first one
-    std::array<File*, kMost> free_{};
+    std::vector<std::unique_ptr<DescriptorFile>> opened_;  // besides the first one
+    std::array<DescriptorFile*, kMost> free_{};
     std::size_t free_count_ = 0;
     std::size_t made_ = 0;
 };

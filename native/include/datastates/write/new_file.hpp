@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 
 namespace datastates {
 
@@ -22,7 +22,7 @@ class NewFile {
 
     /// Creates the file, which must not exist.
     void create(const std::string& path, bool direct) {
-        file_ = std::make_unique<File>(File::create(path, direct));
+        file_ = std::make_unique<DescriptorFile>(DescriptorFile::create(path, direct));
     }
     /// Allocates the file's space. `by_mapping`: also maps a file that lives in memory, for stores.
     /// Returns early when `stopped`.
@@ -37,14 +37,14 @@ class NewFile {
 
     bool exists() const { return file_ != nullptr; }
     /// REQUIRES: it exists.
-    File& file() { return *file_; }
-    const File& file() const { return *file_; }
+    DescriptorFile& file() { return *file_; }
+    const DescriptorFile& file() const { return *file_; }
 
   private:
     bool allocate_memory(const std::atomic<bool>& stopped) const;
 
     const std::uint64_t length_;
-    std::unique_ptr<File> file_;
+    std::unique_ptr<DescriptorFile> file_;
     std::vector<std::byte> residual_;
 };
 

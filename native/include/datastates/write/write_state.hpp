@@ -101,7 +101,7 @@ class WriteState {
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
     /// Whether create() has ended without an error, so that the file is ready for writes.
     bool created() const { return created_.load(std::memory_order_acquire); }
-    bool memory_backed() const { return created() && file_.file().memory_backed(); }
+    bool memory_backed() const { return created() && file_.file().traits().in_memory; }
 
     // For the job's owner; see WriteJob. Thread-safe.
     /// Whether this job has created its file.

@@ -6,7 +6,6 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <stop_token>
 #include <string_view>
 #include <thread>
@@ -55,11 +54,6 @@ class Writer : Unmovable {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
     };
-    /// The result of a store by a worker.
-    struct Stored {
-        IoCompletion completion;
-        std::optional<Error> error;
-    };
 
     void run(const std::stop_token& stop);
     bool take_arrivals(const std::stop_token& stop);
@@ -79,7 +73,7 @@ class Writer : Unmovable {
     void write(std::unique_ptr<CapturedExtent>& captured);
     void start_store(const IoRequest& request);
     void reap(bool wait);
-    void complete(const IoCompletion& completion, const std::optional<Error>& error);
+    void complete(const IoCompletion& completion);
     static void retire(std::unique_ptr<CapturedExtent> extent);
 
     HostCache& cache_;
@@ -88,7 +82,7 @@ class Writer : Unmovable {
     std::mutex mutex_;
     std::condition_variable_any arrived_;
     Extents arrivals_;
-    std::list<Stored> stored_;
+    std::list<IoCompletion> stored_;  // by workers
     bool look_again_ = false;
     // Used by the thread only.
     Extents landing_;

@@ -1,4 +1,4 @@
-#include "datastates/io/file.hpp"
+#include "datastates/io/descriptor_file.hpp"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -60,9 +60,27 @@ bool is(const struct statfs& status, std::uint32_t kind) {
     return std::cmp_equal(status.f_type, kind);
 }
 
+/// Runs a request's steps. `syscall` makes one and returns as pread and pwrite do.
+template <typename Syscall>
+IoCompletion carry_out(const IoRequest& request, DescriptorFile* file, Syscall&& syscall) {
+    Transfer state(request, file);
+    if (request.length == 0) return state.completion();
+    for (;;) {
+        int injected = 0;
+        const Transfer::Step step = state.next(&injected);
+        ssize_t result = -injected;
+        if (injected == 0) {
+            result = syscall(step);
+            if (result < 0) result = -errno;
+        }
+        if (state.advance(result, step) == Transfer::Next::finished) return state.completion();
+    }
+}
+
 }  // namespace
 
-File::File(std::string path, int flags, bool want_direct) : path_(std::move(path)) {
+DescriptorFile::DescriptorFile(std::string path, int flags, bool want_direct)
+    : File(std::move(path)) {
     int fd = -1;
     const int error = retry(fault::Point::open, [&] {
         fd = ::open(path_.c_str(), flags | O_CLOEXEC, kMode);
@@ -73,11 +91,11 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     // Nothing needs the kind of the file system: what is unknown counts as a usual one.
     struct statfs status{};
     if (::fstatfs(fd, &status) == 0) {
-        memory_backed_ = is(status, TMPFS_MAGIC) || is(status, RAMFS_MAGIC);
+        traits_.in_memory = is(status, TMPFS_MAGIC) || is(status, RAMFS_MAGIC);
         by_handle_ = is(status, kFuse);
         compresses_ = is(status, BTRFS_SUPER_MAGIC);
     }
-    if (!want_direct || memory_backed_) return;
+    if (!want_direct || traits_.in_memory) return;
 
     // A file system without direct I/O refuses this open, or later the first transfer.
     const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
@@ -87,36 +105,24 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     probe_alignment();
 }
 
-File::File(File&& other) noexcept
-    : path_(std::move(other.path_)),
-      buffered_(std::move(other.buffered_)),
-      direct_fd_(std::move(other.direct_fd_)),
-      memory_alignment_(other.memory_alignment_),
-      offset_alignment_(other.offset_alignment_),
-      memory_backed_(other.memory_backed_),
-      by_handle_(other.by_handle_),
-      compresses_(other.compresses_),
-      direct_(other.direct()),
-      memory_(std::move(other.memory_)) {}
-
-File File::create(const std::string& path, bool want_direct) {
+DescriptorFile DescriptorFile::create(const std::string& path, bool want_direct) {
     // A shared mapping needs read access too.
     return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
 }
 
-File File::open(const std::string& path, bool want_direct, bool in_order) {
-    File file(path, O_RDONLY, want_direct);
+DescriptorFile DescriptorFile::open(const std::string& path, bool want_direct, bool in_order) {
+    DescriptorFile file(path, O_RDONLY, want_direct);
     // Besides direct I/O, only sparse extents go through the page cache. will_need() asks for
     // these, so the kernel should not read ahead by itself. This is only advice.
     if (file.direct() && !in_order) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
-    if (file.memory_backed()) file.map_for_loading();
+    if (file.traits().in_memory) file.map_for_loading();
     return file;
 }
 
-std::optional<File> File::again() const {
+std::optional<DescriptorFile> DescriptorFile::again() const {
     try {
         // Not by its path, which may lead to another file by now.
-        File file("/proc/self/fd/" + std::to_string(buffered_.get()), O_RDONLY, false);
+        DescriptorFile file("/proc/self/fd/" + std::to_string(buffered_.get()), O_RDONLY, false);
         file.path_ = path_;
         return file;
     } catch (const Error&) {
@@ -124,7 +130,7 @@ std::optional<File> File::again() const {
     }
 }
 
-void File::probe_alignment() {
+void DescriptorFile::probe_alignment() {
     // Linux before 6.1 does not report it.
     struct statx status{};
     if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, kDirectAlignment, &status) != 0) return;
@@ -136,25 +142,20 @@ void File::probe_alignment() {
         drop_direct();
         return;
     }
-    memory_alignment_ = std::max<std::size_t>(alignment[0], 1);
-    offset_alignment_ = alignment[1];
+    traits_.memory_alignment = std::max<std::size_t>(alignment[0], 1);
+    traits_.offset_alignment = alignment[1];
 }
 
-bool File::fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const {
-    return direct() && length % offset_alignment_ == 0 && offset % offset_alignment_ == 0 &&
-           reinterpret_cast<std::uintptr_t>(memory) % memory_alignment_ == 0;
-}
-
-struct stat File::status() const {
+struct stat DescriptorFile::status() const {
     struct stat status{};
     if (::fstat(buffered_.get(), &status) != 0) throw Error::io(errno, "fstat", path_);
     return status;
 }
 
-std::uint64_t File::size() const { return static_cast<std::uint64_t>(status().st_size); }
+std::uint64_t DescriptorFile::size() const { return static_cast<std::uint64_t>(status().st_size); }
 
-bool File::cached(std::uint64_t offset, std::uint64_t length) const {
-    if (memory_backed_ || length == 0) return true;
+bool DescriptorFile::cached(std::uint64_t offset, std::uint64_t length) const {
+    if (traits_.in_memory || length == 0) return true;
     CacheRange range{.offset = offset, .length = length};
     CacheStatus status{};
     // Old kernels refuse the call, as do seccomp and files of other users. Then count the range as
@@ -163,7 +164,7 @@ bool File::cached(std::uint64_t offset, std::uint64_t length) const {
     return status.cached >= pages_touched(offset, length, page_size());
 }
 
-void File::will_need(std::uint64_t offset, std::uint64_t length) const {
+void DescriptorFile::will_need(std::uint64_t offset, std::uint64_t length) const {
     // The kernel reads no more for a call than the device takes in one request. This is only
     // advice.
     for (std::uint64_t at = 0; at < length; at += kRequest) {
@@ -172,7 +173,7 @@ void File::will_need(std::uint64_t offset, std::uint64_t length) const {
     }
 }
 
-bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
+bool DescriptorFile::allocate(std::uint64_t offset, std::uint64_t length) const {
     if (length == 0) return true;
     if (compresses_) return false;
     const int error = retry(fault::Point::allocate, [&] {
@@ -187,7 +188,7 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
 
 /// Maps the file, unless it has holes, as a copied file may. Loading from a hole of a mapping would
 /// allocate memory, and raise SIGBUS where there is none.
-void File::map_for_loading() {
+void DescriptorFile::map_for_loading() {
     constexpr std::uint64_t kBlock = 512;  // the unit of st_blocks on every file system
     const struct stat status = this->status();
     const auto length = static_cast<std::uint64_t>(status.st_size);
@@ -195,15 +196,32 @@ void File::map_for_loading() {
     memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::load);
 }
 
-void File::map(std::uint64_t length) {
+void DescriptorFile::map(std::uint64_t length) {
     memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::store);
 }
 
-void File::let_go(std::uint64_t offset, std::uint64_t length) const {
+void DescriptorFile::let_go(std::uint64_t offset, std::uint64_t length) const {
     if (memory_ && memory().size() >= offset + length) memory_->let_go(offset, length);
 }
 
-void File::sync() const {
+IoCompletion DescriptorFile::transfer(const IoRequest& request) {
+    const std::span<std::byte> mapped = memory();
+    if (!mapped.empty() && mapped.size() >= request.offset + request.length) {
+        return carry_out(request, this, [&](const Transfer::Step& step) {
+            std::byte* const place = mapped.data() + step.offset;
+            const bool reads = request.kind == IoKind::read;
+            std::memcpy(reads ? step.buffer : place, reads ? place : step.buffer, step.length);
+            return static_cast<ssize_t>(step.length);
+        });
+    }
+    return carry_out(request, this, [&](const Transfer::Step& step) {
+        const auto offset = static_cast<off_t>(step.offset);
+        return request.kind == IoKind::read ? ::pread(step.fd, step.buffer, step.length, offset)
+                                            : ::pwrite(step.fd, step.buffer, step.length, offset);
+    });
+}
+
+void DescriptorFile::sync() const {
     const auto sync = [&](const FileDescriptor& descriptor) {
         const int error = retry(fault::Point::sync, [&] { return ::fsync(descriptor.get()); });
         if (error != 0) throw Error::io(error, "sync", path_);
@@ -212,7 +230,7 @@ void File::sync() const {
     if (by_handle_ && direct_fd_.valid()) sync(direct_fd_);
 }
 
-void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
+void DescriptorFile::write_all(std::span<const std::byte> data, std::uint64_t offset) {
     if (data.empty()) return;
     // IoRequest also serves reads; a write does not change the buffer.
     auto* buffer = const_cast<std::byte*>(data.data());  // NOLINT(*-const-cast)
@@ -227,7 +245,7 @@ void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
     if (!completion.ok()) throw io_error(completion, request);
 }
 
-void File::close_written(std::uint64_t length) {
+void DescriptorFile::close_written(std::uint64_t length) {
     if (const std::uint64_t found = size(); found != length) {
         throw Error(ErrorCode::io, EIO, "write", path_,
                     "write " + path_ + ": the file has " + std::to_string(found) + " bytes after " +
@@ -243,7 +261,7 @@ void File::close_written(std::uint64_t length) {
     if (error != 0 && error != EINTR) throw Error::io(error, "close", path_);
 }
 
-void File::close() {
+void DescriptorFile::close() {
     memory_.reset();
     direct_fd_.reset();
     buffered_.reset();

@@ -1,4 +1,4 @@
-#include "datastates/io/pwrite_backend.hpp"
+#include "datastates/io/threads_backend.hpp"
 
 #include <string>
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace datastates {
 
-PwriteBackend::PwriteBackend(unsigned threads) {
+ThreadsBackend::ThreadsBackend(unsigned threads) {
     threads_.reserve(threads);
     for (unsigned i = 0; i < threads; ++i) {
         threads_.push_back(start_thread("ds-io-" + std::to_string(i),
@@ -16,13 +16,13 @@ PwriteBackend::PwriteBackend(unsigned threads) {
     }
 }
 
-PwriteBackend::~PwriteBackend() {
+ThreadsBackend::~ThreadsBackend() {
     // Each thread finishes its current request and then sees the stop.
     for (auto& thread : threads_) thread.request_stop();
     threads_.clear();
 }
 
-void PwriteBackend::submit(const IoRequest& request) {
+void ThreadsBackend::submit(const IoRequest& request) {
     {
         const std::scoped_lock lock(mutex_);
         completions_.reserve(in_flight_ + 1);  // so that the threads allocate no memory
@@ -32,7 +32,7 @@ void PwriteBackend::submit(const IoRequest& request) {
     requested_.notify_one();
 }
 
-std::vector<IoCompletion> PwriteBackend::reap(bool wait) {
+std::vector<IoCompletion> ThreadsBackend::reap(bool wait) {
     std::unique_lock lock(mutex_);
     if (wait && in_flight_ > 0) {
         completed_.wait(lock, [&] { return woken_ || !completions_.empty(); });
@@ -44,7 +44,7 @@ std::vector<IoCompletion> PwriteBackend::reap(bool wait) {
     return reaped;
 }
 
-void PwriteBackend::wake() {
+void ThreadsBackend::wake() {
     {
         const std::scoped_lock lock(mutex_);
         woken_ = true;
@@ -52,7 +52,7 @@ void PwriteBackend::wake() {
     completed_.notify_one();
 }
 
-void PwriteBackend::work(unsigned thread, const std::stop_token& stop) {
+void ThreadsBackend::work(unsigned thread, const std::stop_token& stop) {
     work_in_background();
     std::unique_lock lock(mutex_);
     while (requested_.wait(lock, stop, [&] { return !requests_.empty(); })) {
@@ -60,7 +60,7 @@ void PwriteBackend::work(unsigned thread, const std::stop_token& stop) {
         const IoRequest request = requests_.front();
         requests_.pop_front();
         lock.unlock();
-        IoCompletion completion = transfer(request);
+        IoCompletion completion = request.file->transfer(request);
         completion.note_end(thread);
         lock.lock();
         completions_.push_back(completion);

@@ -10,11 +10,12 @@
 
 namespace datastates {
 
-/// Calls pread and pwrite in its own threads. Works on every kernel and in every container.
-class PwriteBackend final : public IoBackend {
+/// Does transfers in its own threads, as files do them: with pread and pwrite on every kernel and
+/// in every container.
+class ThreadsBackend final : public IoBackend {
   public:
-    explicit PwriteBackend(unsigned threads);
-    ~PwriteBackend() override;
+    explicit ThreadsBackend(unsigned threads);
+    ~ThreadsBackend() override;
 
     std::string_view name() const override { return "pwrite"; }
     void register_memory(std::span<std::byte> /*memory*/, std::size_t /*piece_bytes*/) override {}
