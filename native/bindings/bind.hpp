@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/checksum/digest.hpp"
 
 /// The parts of the Python module. Each adds its classes and functions to it.
@@ -15,6 +16,18 @@ void bind_checksums(pybind11::module_& module);
 void bind_descriptor(pybind11::module_& module);
 void bind_plans(pybind11::module_& module);
 void bind_executor(pybind11::module_& module);
+
+/// Lets go of the GIL for a scope. If the interpreter ends meanwhile, taking it again ends the
+/// thread, by an exception. It must pass, alone: py::gil_scoped_release would end the process.
+class NoGil : Unmovable {
+  public:
+    NoGil() : state_(PyEval_SaveThread()) {}
+    // NOLINTNEXTLINE(*-noexcept-destructor, *-exception-escape)
+    ~NoGil() noexcept(false) { PyEval_RestoreThread(state_); }
+
+  private:
+    PyThreadState* state_;
+};
 
 /// Raises CorruptError for a record whose bytes do not match their checksum.
 [[noreturn]] void raise_corrupt(const Error& error, const pybind11::object& key);

@@ -76,7 +76,7 @@ void bind_checksums(py::module_& module) {
         "crc32",
         [](const py::buffer& data, std::uint32_t value) {
             const BytesView view(data);
-            const py::gil_scoped_release release;
+            const NoGil released;
             return crc32(value, view.bytes());
         },
         "data"_a, "value"_a = 0);
@@ -95,7 +95,7 @@ void bind_checksums(py::module_& module) {
             "update",
             [](Digester& digester, const py::buffer& data) {
                 const BytesView view(data);
-                const py::gil_scoped_release release;
+                const NoGil released;
                 digester.update(view.bytes());
             },
             "data"_a)

@@ -15,14 +15,14 @@ namespace {
 /// The descriptor and 0, or none and the error number. A fork by another thread finds the
 /// descriptor at once, not only when this thread has the GIL again.
 std::pair<FileDescriptor, int> open_without_gil(const char* path, int flags, int mode) {
-    const py::gil_scoped_release release;
+    const NoGil released;
     FileDescriptor opened(::open(path, flags | O_CLOEXEC, mode));
     const int number = opened.valid() ? 0 : errno;
     return {std::move(opened), number};
 }
 
 int close_without_gil(FileDescriptor& one) {
-    const py::gil_scoped_release release;
+    const NoGil released;
     return one.close();
 }
 
@@ -47,7 +47,7 @@ FileDescriptor open_descriptor(const py::object& path, int flags, int mode) {
 void bind_descriptor(py::module_& module) {
     py::class_<FileDescriptor>(module, "Descriptor", py::release_gil_before_calling_cpp_dtor())
         .def("fileno", &FileDescriptor::get)
-        .def("close", &FileDescriptor::reset, py::call_guard<py::gil_scoped_release>())
+        .def("close", &FileDescriptor::reset, py::call_guard<NoGil>())
         .def("close_written",
              [](FileDescriptor& one) {
                  const int error = close_without_gil(one);
@@ -58,7 +58,7 @@ void bind_descriptor(py::module_& module) {
              })
         .def("__enter__", &FileDescriptor::get)
         .def("__exit__", [](FileDescriptor& one, const py::args& /*error*/) {
-            const py::gil_scoped_release release;
+            const NoGil released;
             one.reset();
         });
     module.def("open_descriptor", &open_descriptor, "path"_a, "flags"_a, "mode"_a);

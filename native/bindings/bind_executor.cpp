@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,10 +39,16 @@ bool wait_interruptibly(const Timeout& timeout, Wait&& wait) {
         const Clock::time_point slice = Clock::now() + kSlice;
         const bool last = end && *end <= slice;
         bool done = false;
+        std::exception_ptr failure;
         {
-            const py::gil_scoped_release release;
-            done = wait(last ? *end : slice);
+            const NoGil released;  // see there: nothing else may be thrown in its scope
+            try {
+                done = wait(last ? *end : slice);
+            } catch (const Error&) {
+                failure = std::current_exception();
+            }
         }
+        if (failure) std::rethrow_exception(failure);
         if (done || last) return done;
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
@@ -97,7 +104,7 @@ py::tuple spans(const Timeline& timeline) {
     std::vector<double> end;
     std::vector<std::uint64_t> bytes;
     {
-        const py::gil_scoped_release release;
+        const NoGil released;
         for (const Span& span : timeline.spans()) {
             stage.push_back(static_cast<std::uint8_t>(span.stage));
             track.push_back(span.track);
@@ -120,7 +127,7 @@ py::tuple stage_names() {
 void bind_jobs(py::module_& module) {
     // Destroying a job waits for threads.
     py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
-        .def("create", &WriteJob::create, "path"_a, py::call_guard<py::gil_scoped_release>())
+        .def("create", &WriteJob::create, "path"_a, py::call_guard<NoGil>())
         .def_property_readonly("made", &WriteJob::made)
         .def("wait_made", waiting(&WriteJob::wait_made), "timeout"_a = py::none())
         .def("wait_captured", waiting(&WriteJob::wait_captured), "timeout"_a = py::none())
@@ -155,11 +162,11 @@ void bind_jobs(py::module_& module) {
             [](WriteJob& job, const py::buffer& tail) {
                 const BytesView view(tail);
                 wait_interruptibly(std::nullopt, [&](auto end) { return job.wait_written(end); });
-                const py::gil_scoped_release release;
+                const NoGil released;
                 job.finish(view.bytes());
             },
             "tail"_a)
-        .def("abort", &WriteJob::abort, py::call_guard<py::gil_scoped_release>())
+        .def("abort", &WriteJob::abort, py::call_guard<NoGil>())
         .def_property_readonly("captured", &WriteJob::captured)
         .def_property_readonly("written", &WriteJob::written)
         .def("stats", &write_stats)
@@ -190,7 +197,7 @@ void bind_executor(py::module_& module) {
         .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,
                          const std::string& backend, bool direct, unsigned io_threads,
                          std::uint64_t device_cache_bytes) {
-                 const py::gil_scoped_release release;
+                 const NoGil released;
                  return Executor::make({.cache_bytes = cache_bytes,
                                         .block_bytes = block_bytes,
                                         .device_cache_bytes = device_cache_bytes,
@@ -205,9 +212,8 @@ void bind_executor(py::module_& module) {
         .def_property_readonly("cache_bytes", &Executor::cache_bytes)
         .def_property_readonly("block_bytes", &Executor::block_bytes)
         .def_property_readonly("pinned", &Executor::pinned)
-        .def("reserve", &Executor::reserve, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
-        .def("prepare_device", &Executor::prepare_device, "device"_a,
-             py::call_guard<py::gil_scoped_release>())
+        .def("reserve", &Executor::reserve, "nbytes"_a, py::call_guard<NoGil>())
+        .def("prepare_device", &Executor::prepare_device, "device"_a, py::call_guard<NoGil>())
         .def(
             "submit_write",
             [](Executor& executor, const std::optional<std::string>& path,
@@ -221,7 +227,7 @@ void bind_executor(py::module_& module) {
                 if (replica_ptr) {
                     compared.addresses = copy_elements<std::uint64_t>(*replica_ptr, "replica_ptr");
                 }
-                const py::gil_scoped_release release;
+                const NoGil released;
                 return executor.submit_write(path, std::move(plan), std::move(sources),
                                              std::move(compared));
             },
@@ -232,11 +238,11 @@ void bind_executor(py::module_& module) {
             [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
                const py::array& ptr, const py::array& device, const py::array& stream) {
                 Buffers dests = make_buffers(ptr, device, stream);
-                const py::gil_scoped_release release;
+                const NoGil released;
                 return executor.submit_read(path, std::move(plan), std::move(dests));
             },
             "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a)
-        .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>())
+        .def("close", &Executor::close, py::call_guard<NoGil>())
         .def("abandon", &Executor::abandon);
 }
 

@@ -50,7 +50,7 @@ void bind_plans(py::module_& module) {
                      .runs_source = elements<I32>(runs_source, "runs_source"),
                      .runs = runs_arrays(digests, runs_offset, runs_length, runs_run_length,
                                          runs_after, runs_step, runs_digest)};
-                 const py::gil_scoped_release release;
+                 const NoGil released;
                  return std::make_shared<WritePlan>(arrays);
              }),
              py::kw_only(), "source_nbytes"_a, "chunk_bytes"_a, "literal"_a, "extent_offset"_a,
@@ -114,7 +114,7 @@ void bind_plans(py::module_& module) {
                      .check_length = elements<U64>(check_length, "check_length"),
                      .check_crc = elements<std::uint32_t>(check_crc, "check_crc"),
                      .check_record = elements<I32>(check_record, "check_record")};
-                 const py::gil_scoped_release release;
+                 const NoGil released;
                  return std::make_shared<ReadPlan>(arrays);
              }),
              py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a,

@@ -109,7 +109,7 @@ void bind_functions(py::module_& module) {
     module.def("arm_fault", &fault::arm, "point"_a, "action"_a, "value"_a = 0, "nth"_a = 1,
                "count"_a = 0);
     module.def("clear_faults", &fault::clear);
-    module.def("cuda_device_count", &cuda::device_count, py::call_guard<py::gil_scoped_release>());
+    module.def("cuda_device_count", &cuda::device_count, py::call_guard<NoGil>());
 }
 
 }  // namespace

@@ -89,3 +89,31 @@ def test_close_in_on_commit_closes_once_all_is_committed(tmp_path: Path) -> None
     ckpt.close()
     assert [t.name for t in threading.enumerate() if t.name.startswith("datastates")] == []
     assert_holds(tmp_path, 1)
+
+
+def test_a_process_ends_well_while_a_daemon_reads(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+from datastates.executor.jobs import ReadJob
+class Last:
+    def __init__(self):
+        self.task = f"/proc/self/task/{{reading.native_id}}"
+    def __del__(self, stat=os.stat, write=os.write):  # runs when the interpreter ends
+        try:
+            while True:
+                stat(self.task)
+        except FileNotFoundError:
+            write(1, b"ended")
+ds.snapshot(providers(1), root + "/one").wait_committed()
+_native.arm_fault("read", "delay", 60_000)
+waits, wait = threading.Event(), ReadJob.wait
+ReadJob.wait = lambda job: (waits.set(), wait(job))
+sys.setswitchinterval(60)  # so the main thread goes on once the other one waits
+reading = threading.Thread(target=ds.load, args=(root + "/one",), daemon=True)
+reading.start()
+sys.last = Last()
+waits.wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended", "")
