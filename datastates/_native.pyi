@@ -12,7 +12,7 @@ contradict themselves.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -392,7 +392,7 @@ class Executor:
 
     def submit_read(
         self,
-        path: str | bytes,
+        place: str | bytes | _HandedFile,
         plan: ReadPlan,
         ptr: _U64,
         device: _I32,
@@ -401,7 +401,7 @@ class Executor:
         """Start a read job.
 
         Args:
-            path: The container.
+            place: The path of the container, or an object that hands over its bytes.
             plan: The plan.
             ptr: Address of each destination. The memory must stay alive until the job is done or destroyed.
             device: CUDA device number of each destination, or -1 for host memory.
@@ -497,6 +497,11 @@ class WriteJob:
         and track do not overlap, except for cache_wait. A job keeps its first 200,000 spans.
         """
 
+class _HandedFile(Protocol):
+    name: bytes
+    best_piece: int
+    def read_into(self, spans: Sequence[tuple[int, memoryview]]) -> None: ...
+
 class ReadJob:
     """One container that is being read into its destinations. Destroying it stops it and waits."""
 
@@ -506,6 +511,12 @@ class ReadJob:
         Raises CorruptError for the first bad checksum in the file, whose key ``name_record`` gives for its
         ``check_record``. Destinations may have been overwritten by then.
         """
+
+    def stop(self) -> None:
+        """Let nothing more begin. Idempotent."""
+
+    def end(self) -> None:
+        """Stop, and return when no memory is written any more. Idempotent."""
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the job; complete once it is done.

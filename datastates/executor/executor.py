@@ -15,10 +15,10 @@ from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
+from datastates.executor.handed import Handed
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
-from datastates.storage.fetched import Fetched
 from datastates.storage.location import Location
 from datastates.storage.stores import store_of
 
@@ -57,15 +57,6 @@ def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
 def _opened(path: Location) -> bytes:
     """The place of a container in the form that the native core opens: the bytes of its path."""
     return os.fsencode(path)
-
-
-def _fetched(path: Location, plan: ReadPlan) -> Fetched | None:
-    """The spans of a plan, read from a store that has no files; None for a file. It returns when all is read."""
-    if store_of(path).traits.has_files:
-        return None
-    begin = np.repeat(plan.extent_offset, np.diff(plan.extent_span).astype(np.int64)) + plan.span_offset
-    end = begin + (plan.span_count - np.uint64(1)) * plan.span_step + plan.span_length
-    return Fetched(path, begin.tolist(), end.tolist())
 
 
 class Executor:
@@ -152,10 +143,10 @@ class Executor:
             dests: The memory of the plan's destinations. It must stay alive until the job is done.
             name_record: Gives the key of a record by its number, for errors.
         """
-        fetched = _fetched(path, plan)
-        place = _opened(path) if fetched is None else os.fsencode(fetched.path)
-        job = self._core().submit_read(place, _prepare_read(plan), *dests)
-        return ReadJob(job, plan, name_record, fetched)
+        store = store_of(path)
+        handed = None if store.traits.has_files else Handed(store, path)
+        job = self._core().submit_read(handed or _opened(path), _prepare_read(plan), *dests)
+        return ReadJob(job, plan, name_record, handed)
 
     def extent_for(self, nbytes: int) -> int:
         """Longest extent in bytes for reading ``nbytes``: half of a queue slot's share, but at least 1 MiB.

@@ -10,9 +10,10 @@ import numpy as np
 
 from datastates import _native
 from datastates._base.columns import F64, U8, U32, U64
+from datastates.errors import StorageError
+from datastates.executor.handed import Handed
 from datastates.executor.timeline import GPU_COPIES, TRAINING_THREAD, Span
 from datastates.planning.plans import ReadPlan
-from datastates.storage.fetched import Fetched
 
 WriteJob = _native.WriteJob
 _TRACKS = {
@@ -120,10 +121,10 @@ class ReadJob:
     """One container that is being read into its destinations. Thread-safe."""
 
     def __init__(
-        self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str], fetched: Fetched | None
+        self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str], handed: Handed | None
     ) -> None:
         self._job = job
-        self._fetched = fetched
+        self._handed = handed
         self._plan = plan
         self._name_record = name_record
 
@@ -138,13 +139,20 @@ class ReadJob:
             StorageError: Reading failed.
             DeviceError: A copy to a device failed.
         """
-        if self._fetched is None:
+        try:
             return self._job.wait(self._name_record, timeout)
-        with self._fetched.naming():
-            done = self._job.wait(self._name_record, timeout)
-        if done:
-            self._fetched.close()
-        return done
+        except StorageError as error:
+            if self._handed is not None:
+                error.__cause__ = self._handed.failure
+            raise
+
+    def stop(self) -> None:
+        """Let nothing more begin; :meth:`wait` then raises ClosedError. Idempotent."""
+        self._job.stop()
+
+    def end(self) -> None:
+        """Stop, and return when no memory is written any more. Idempotent."""
+        self._job.end()
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the read: bytes, bytes and seconds of each stage, the backend, and whether I/O was direct.

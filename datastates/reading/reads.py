@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from datastates.container.rows import reference
 from datastates.container.table import Row
+from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.executor.jobs import ReadJob
 from datastates.executor.timeline import Span
@@ -164,8 +164,12 @@ class Reads:
         return overlaps.find(list(self._queues.values()))
 
     def close(self) -> None:
-        """Stop the reads that still run."""
-        self._jobs.clear()  # the end of a native job stops it
+        """Stop the reads that still run. No memory is written afterwards."""
+        for job in self._jobs:
+            job.stop()
+        for job in self._jobs:
+            job.end()
+        self._jobs.clear()
 
     def start(self, executor: Executor) -> None:
         """Begin to read all files at once. Call :meth:`finish` afterwards.
@@ -175,8 +179,11 @@ class Reads:
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
         try:
             self._submit(executor, queues)
-        except BaseException:
+        except DatastatesError:
             self._wait()
+            raise
+        except BaseException:  # an interrupt
+            self.close()
             raise
 
     def _submit(self, executor: Executor, queues: Sequence[ReadQueue]) -> None:
@@ -216,9 +223,18 @@ class Reads:
         return [span for job in self._jobs for span in job.timeline()]
 
     def _wait(self) -> None:
-        with contextlib.ExitStack() as running:  # waits for every job, even if another one fails
-            for job in self._jobs:
-                running.callback(job.wait)
+        failures = []
+        try:
+            for job in self._jobs:  # waits for every job, even if another one fails
+                try:
+                    job.wait()
+                except DatastatesError as error:
+                    failures.append(error)
+        except BaseException:  # an interrupt
+            self.close()
+            raise
+        if failures:
+            raise failures[0]
 
     def run(self, executor: Executor) -> Tally:
         """Read everything: :meth:`start` and :meth:`finish`."""

@@ -29,6 +29,8 @@ class NoGil : Unmovable {
     PyThreadState* state_;
 };
 
+/// The module with the errors of the package. It needs none of the package's other modules.
+pybind11::module_ errors();
 /// Raises CorruptError for a record whose bytes do not match their checksum.
 [[noreturn]] void raise_corrupt(const Error& error, const pybind11::object& key);
 

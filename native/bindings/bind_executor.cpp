@@ -14,6 +14,7 @@
 #include "bind.hpp"
 #include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
+#include "python_file.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -66,6 +67,14 @@ Buffers make_buffers(const py::array& ptr, const py::array& device, const py::ar
             .device = copy_elements<std::int32_t>(device, "device"),
             .stream = copy_elements<std::uint64_t>(stream, "stream"),
             .witness = {}};
+}
+
+/// A file's path, in bytes or text, or an object that hands over the bytes of a file.
+ReadFrom read_from(const py::object& place) {
+    if (py::isinstance<py::bytes>(place) || py::isinstance<py::str>(place)) {
+        return place.cast<std::string>();
+    }
+    return std::make_unique<PythonFile>(place);
 }
 
 py::dict write_stats(const WriteJob& job) {
@@ -183,6 +192,8 @@ void bind_jobs(py::module_& module) {
                 }
             },
             "name_record"_a, "timeout"_a = py::none())
+        .def("stop", &ReadJob::stop, py::call_guard<NoGil>())
+        .def("end", &ReadJob::end, py::call_guard<NoGil>())
         .def("stats", &read_stats)
         .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
 }
@@ -235,13 +246,15 @@ void bind_executor(py::module_& module) {
             "replicas"_a = py::none(), "replica_ptr"_a = py::none())
         .def(
             "submit_read",
-            [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
+            [](Executor& executor, const py::object& place, std::shared_ptr<ReadPlan> plan,
                const py::array& ptr, const py::array& device, const py::array& stream) {
                 Buffers dests = make_buffers(ptr, device, stream);
+                ReadFrom from = read_from(place);
                 const NoGil released;
-                return executor.submit_read(path, std::move(plan), std::move(dests));
+                return executor.submit_read(std::move(from), std::move(plan), std::move(dests));
             },
-            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a)
+            "place"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a,
+            py::keep_alive<0, 2>())  // the place, until the job has ended
         .def("close", &Executor::close, py::call_guard<NoGil>())
         .def("abandon", &Executor::abandon);
 }

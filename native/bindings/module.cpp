@@ -11,9 +11,9 @@
 #include "bind.hpp"
 #include "datastates/base/error.hpp"
 #include "datastates/base/fault.hpp"
-#include "datastates/io/file.hpp"
 #include "datastates/memory/cuda.hpp"
 #include "plain_pickle.hpp"
+#include "python_file.hpp"
 #include "tensor_scan.hpp"
 #include "walks.hpp"
 
@@ -24,9 +24,6 @@ namespace datastates::python {
 namespace {
 
 using Frame = std::tuple<py::bytes, py::bytes, std::uint64_t, bool>;
-
-/// The module with the errors of the package. It needs none of the package's other modules.
-py::module_ errors() { return py::module_::import("datastates.errors"); }
 
 /// A path, or a message with one, as `os.fsdecode` gives it: it need not be UTF-8.
 py::str decoded(std::string_view text) {
@@ -114,6 +111,8 @@ void bind_functions(py::module_& module) {
 
 }  // namespace
 
+py::module_ errors() { return py::module_::import("datastates.errors"); }
+
 void raise_corrupt(const Error& error, const py::object& key) {
     const py::str path = decoded(error.path());
     const auto text = "{!r} in {} does not match its checksum"_s.format(key, path);
@@ -131,4 +130,5 @@ PYBIND11_MODULE(_native, module) {
     datastates::python::bind_checksums(module);
     datastates::python::bind_plans(module);
     datastates::python::bind_executor(module);
+    datastates::python::bind_python_end();
 }

@@ -102,13 +102,19 @@ ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> 
     : executor_(std::move(executor)), state_(std::move(state)) {}
 
 ReadJob::~ReadJob() {
-    if (executor_->abandoned()) {
-        keep_for_ever(std::move(state_));
-        return;
-    }
+    end();
+    if (executor_->abandoned()) keep_for_ever(std::move(state_));
+}
+
+void ReadJob::stop() {
+    if (executor_->abandoned()) return;
     state_->stop();
     executor_->cache_.poke();
-    state_->wait_done();
+}
+
+void ReadJob::end() {
+    stop();
+    if (!executor_->abandoned()) state_->wait_done();
 }
 
 std::string ReadJob::backend_name() const {

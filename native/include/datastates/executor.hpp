@@ -106,6 +106,10 @@ class ReadJob : Unmovable {
 
     /// Waits for the end. Throws the restore's error; false when the deadline passes first.
     bool wait(Deadline deadline = {}) const { return state_->wait(deadline); }
+    /// Lets nothing more begin. Idempotent.
+    void stop();
+    /// Stops, and returns when no thread or device touches the caller's memory. Idempotent.
+    void end();
     ReadStats stats() const { return state_->stats(); }
     const Timeline& timeline() const { return state_->timeline(); }
     std::string backend_name() const;
