@@ -21,10 +21,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from datastates._base.tasks import each
 from datastates.errors import StorageError, UncertainError
 from datastates.storage.location import Location
-from datastates.storage.objects import AT_ONCE, Entry, Store, Traits, Writer, absent
+from datastates.storage.objects import Entry, Store, Traits, Writer, absent
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 PATIENCE = 60.0
@@ -81,10 +80,8 @@ class Buckets(Store):
 
     @override
     def read_into(self, path: Location, spans: Sequence[tuple[int, memoryview]]) -> None:
-        def fill(span: tuple[int, memoryview]) -> None:
-            span[1][:] = self._range(path, span[0], len(span[1]))
-
-        each(fill, spans, AT_ONCE)
+        for offset, into in spans:
+            into[:] = self._range(path, offset, len(into))
 
     def _range(self, path: Location, offset: int, nbytes: int) -> memoryview:
         """A range of an object, in obstore's memory."""

@@ -46,7 +46,8 @@ class Traits(NamedTuple):
 
     Attributes:
         has_files: Whether the native core can open its locations as paths of files.
-        best_piece: Bytes in one request that the store is fast with.
+        best_piece: The most bytes in one request that the store is fast with. Restores ask for no more than a
+            ``block`` at once, either.
     """
 
     has_files: bool = False
@@ -142,12 +143,9 @@ class Store(ABC):
         """Read ``nbytes`` bytes of an object at an offset. One that ends before the last of them is an error."""
 
     def read_into(self, path: Location, spans: Sequence[tuple[int, memoryview]]) -> None:
-        """Read spans of an object, each an offset and the memory to fill. Several requests are under way at once."""
-
-        def fill(span: tuple[int, memoryview]) -> None:
-            span[1][:] = self.read(path, span[0], len(span[1]))
-
-        each(fill, spans, AT_ONCE)
+        """Read spans of an object, each an offset and the memory to fill, which is valid until this returns."""
+        for offset, into in spans:
+            into[:] = self.read(path, offset, len(into))
 
     def head(self, path: Location, most: int) -> bytes:
         """Read the beginning of an object: ``most`` bytes, or all of a shorter one."""
