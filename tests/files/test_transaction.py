@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 
-from datastates.errors import SnapshotAbandonedError, StorageError
 from datastates.files.in_flight import InFlight
 from datastates.files.settings import FileSettings
 from datastates.files.transaction import Transaction
@@ -37,32 +35,6 @@ def test_a_withdrawn_checkpoint_ends_in_its_turn() -> None:
     files.wait()
     assert first.ended
     assert second.exception is None
-
-
-def test_a_forked_child_does_not_wait() -> None:
-    files, go = InFlight(FileSettings()), threading.Event()
-    save = _held(files, go)
-    if (child := os.fork()) == 0:
-        try:
-            save.wait()
-        except SnapshotAbandonedError:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    go.set()
-    assert save.wait()
-
-
-def test_a_failure_is_told_once() -> None:
-    files, go = InFlight(FileSettings(on_error="warn")), threading.Event()
-    save = _held(files, go)
-    assert save.undelivered() is None
-    save.give_up(StorageError(28, "write", "a"))
-    go.set()
-    save.wait()
-    assert isinstance(save.undelivered(), StorageError)
-    assert save.undelivered() is None
-    assert files.failures == 1
 
 
 def test_an_interrupted_wait_for_room_leaves_the_checkpoint_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -20,21 +21,22 @@ END = (engine, checkpointer), "wait_ended"
 
 
 @contextlib.contextmanager
-def held(point: str = "write", count: int = 0, *, until: tuple[object, str] | None = None) -> Iterator[None]:
+def held(
+    point: str = "write", count: int = 0, *, until: tuple[object, str | tuple[str, ...]] | None = None
+) -> Iterator[None]:
     """Hold everything up that passes a fault point of the native core, until the block ends.
 
     Args:
         point: The fault point. "write" also holds up the capture of what the host cache cannot hold; "capture" that of
             all lazy state; "host_read" all reads of host memory.
         count: How many passages are held up; 0 for all.
-        until: An owner, or several, and the name of a method or function of theirs: its first call, which must wait for
-            what is held up, lets everything go.
+        until: An owner, or several, and the name of a method or function of theirs, or several: its first call, which
+            must wait for what is held up, lets everything go.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(_native.clear_faults)
         if until is not None:
-            owners, name = until
-            for owner in owners if isinstance(owners, tuple) else (owners,):
+            for owner, name in itertools.product(*(each if isinstance(each, tuple) else (each,) for each in until)):
                 stack.enter_context(_released_by(owner, name))
         if point == "capture":
             _native.arm_fault(point, "fail", errno.EAGAIN)

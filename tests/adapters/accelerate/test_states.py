@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import signal
-from collections.abc import Callable
+import os
+import shutil
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from by_path import module_at
 from hold import GATE, held
-from short import first
 
 from datastates import _native
-from datastates._base import faults
 from datastates.errors import CommitError, SettingsError, StorageError
 from datastates.files import looks
+from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -33,64 +32,12 @@ def training() -> ModuleType:
     return module_at(HERE / "training.py")
 
 
+def names(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
 def folders(project: Path) -> set[str]:
     return {path.name for path in (project / "checkpoints").iterdir()}
-
-
-def same(first: Path, second: Path) -> bool:
-    a, b = (torch.load(path, weights_only=True) for path in (first, second))
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_folders_are_those_of_accelerate_and_it_reads_them(training: ModuleType, tmp_path: Path) -> None:
-    for name in ("stock", "ours"):
-        loop = training.Loop(tmp_path / name, lazy=name == "ours")
-        loop.train(7)
-        loop.end()
-    ours, stock = (tmp_path / name / "checkpoints" / "checkpoint_1" for name in ("ours", "stock"))
-    assert {path.name for path in ours.iterdir()} == {path.name for path in stock.iterdir()}
-    assert (ours / "model.safetensors").read_bytes() == (stock / "model.safetensors").read_bytes()
-    first, second = (torch.load(folder / "optimizer.bin", weights_only=True) for folder in (ours, stock))
-    assert str(first) == str(second)
-    losses = loop.losses
-    for lazy in (True, False):
-        again = training.Loop(tmp_path / "again", lazy=lazy)
-        again.resume(ours)
-        again.train(7)
-        assert again.losses == losses[5:]
-        again.accelerator.end_training()
-        assert same(tmp_path / "stock" / "end.pt", tmp_path / "ours" / "end.pt")
-
-
-def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(training: ModuleType, tmp_path: Path) -> None:
-    loop = training.Loop(tmp_path)
-    loop.train(1)
-    expected = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
-    with held("capture", until=GATE):
-        final = loop.accelerator.save_state()
-        assert final == tmp_path / "checkpoints" / "checkpoint_0"
-        loop.forward()
-        (snapshots,) = loop.checkpoints.snapshots.values()
-        assert len(snapshots) == 2
-        assert not any(snapshot.captured for snapshot in snapshots)
-        loop.update()  # it waits: what was saved is what was there before
-    loop.accelerator.end_training()
-    weights = load_file(final / "model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
-    assert not torch.equal(loop.net.inner.weight, expected["inner.weight"])
-
-
-def test_parameters_that_no_optimizer_holds_are_copied(training: ModuleType, tmp_path: Path) -> None:
-    loop = training.Loop(tmp_path)
-    loop.net.codes = torch.nn.Parameter(torch.zeros(4096, 16))
-    with held("capture", until=GATE):
-        final = loop.accelerator.save_state()
-        loop.net.codes.data[1000:1010] += 1  # as a library sets unused codes of a codebook anew, in a forward pass
-        loop.forward()
-        loop.update()
-    loop.accelerator.end_training()
-    assert not load_file(final / "model.safetensors")["codes"].any()
 
 
 class _WithModes(torch.optim.SGD):
@@ -142,10 +89,9 @@ def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType,
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
 
 
-@pytest.mark.parametrize("where", ["mkdir", "a small file"])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_full_disk_ends_training_only_if_it_is_to(
-    on_error: str, where: str, training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_a_disk_that_is_full_for_a_small_file_ends_training_only_if_it_is_to(
+    on_error: str, training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setitem(training.OPTIONS, "on_error", on_error)
     loop = training.Loop(tmp_path)
@@ -154,9 +100,7 @@ def test_a_full_disk_ends_training_only_if_it_is_to(
     def fill(models: Any, weights: Any, folder: str) -> None:
         (Path(folder) / "random_states_0.pkl").symlink_to("/dev/full")
 
-    hook = accelerator.register_save_state_pre_hook(fill) if where == "a small file" else None
-    if hook is None:
-        faults.arm(faults.Fault("store.mkdir", "fail", errno.ENOSPC))
+    hook = accelerator.register_save_state_pre_hook(fill)
     loop.train(4)
     if on_error == "raise":
         with pytest.raises(StorageError, match="No space left") as told:
@@ -171,9 +115,7 @@ def test_a_full_disk_ends_training_only_if_it_is_to(
         assert "No space left" in line
         assert loop.checkpoints.files.failures == 1
     assert not list(tmp_path.rglob("checkpoint_1*"))
-    if hook is not None:
-        hook.remove()
-    faults.clear()
+    hook.remove()
     loop.train(10)
     with contextlib.suppress(StorageError):  # it is raised again at the end
         accelerator.end_training()
@@ -203,7 +145,7 @@ def test_a_folder_of_its_own_choice_is_written_as_accelerate_writes_it(training:
         assert last.stat().st_mode & 0o777 == 0o700
         trees.append({str(path.relative_to(last)) for path in last.rglob("*")})
         assert (last / "extra").read_text() == "last"
-        assert {path.name for path in (tmp_path / name).iterdir()} == {"last", "end.pt"}
+        assert {path.name for path in (tmp_path / name).iterdir()} == {"last"}
     assert trees[0] == trees[1]
     assert {"precious", "extra", "mine", "model.safetensors", "pytorch_model.bin"} <= trees[1]
 
@@ -286,53 +228,6 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
         training.attach(loop.accelerator)
 
 
-Said = Callable[[Any], dict[str, Any]]
-
-
-FAULTS = ["store.sync_directory=kill@4", "write=kill@20", "sync=kill@3"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", first(FAULTS, rest=pytest.mark.by_hand))
-def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, ranks: Any, said: Said, tmp_path: Path) -> None:
-    options = {"imported": IMPORTED, "alone": True, "timeout": 150}
-    (whole,) = ranks(1, HERE / "training.py", tmp_path / "whole", 16, "stock", **options)
-    # one checkpoint at a time: the first has its name before the second begins, and the kill comes in the second
-    dying = options | {"may_fail": [0], "DATASTATES_FAULTS": fault, "MORE": '{"max_in_flight": 1}'}
-    (killed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 16, **dying)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert folders(tmp_path / "killed") <= {"checkpoint_1", "checkpoint_2"}
-    (resumed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 16, **options)
-    begun = said(resumed)["trained"]["from"]
-    assert begun in (5, 10)
-    assert said(resumed)["trained"]["losses"] == said(whole)["trained"]["losses"][begun:]
-    assert same(tmp_path / "whole" / "end.pt", tmp_path / "killed" / "end.pt")
-    # a save has removed what was left, also where the second checkpoint had its name already
-    assert {path.name for path in (tmp_path / "killed").iterdir()} == {"checkpoints", "end.pt"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("words", [(), ("fsdp2",)], ids=["DDP", "FSDP2"])
-def test_several_ranks_save_one_folder_and_each_loads_the_others(
-    words: tuple[str, ...], ranks: Any, said: Said, tmp_path: Path
-) -> None:
-    options = {"imported": IMPORTED, "timeout": 200, "ACCELERATE_USE_CPU": "true"}
-    runs: dict[str, list[float]] = {}
-    for saves, loads in (("ours", "stock"), ("stock", "ours")):
-        project = tmp_path / saves
-        kinds = {"ours": words, "stock": (*words, "stock")}
-        (first, _) = ranks(2, HERE / "training.py", project, 12, *kinds[saves], **options)
-        runs[saves] = said(first)["trained"]["losses"]
-        (project / "end.pt").rename(tmp_path / f"{saves}.pt")
-        inside = {path.name for path in (project / "checkpoints" / "checkpoint_2").iterdir()}
-        assert ("pytorch_model_fsdp_0" in inside) == bool(words)
-        assert {"random_states_0.pkl", "random_states_1.pkl"} <= inside
-        (second, _) = ranks(2, HERE / "training.py", project, 12, *kinds[loads], **options)
-        assert said(second)["trained"] == {"from": 10, "losses": runs[saves][10:]}
-        assert same(project / "end.pt", tmp_path / f"{saves}.pt")
-    assert runs["ours"] == runs["stock"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("version", [1, 2], ids=["FSDP1", "FSDP2"])
 def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: Any, tmp_path: Path) -> None:
@@ -366,3 +261,57 @@ def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: A
     os._exit(0)
     """
     ranks(2, script, timeout=150, imported=IMPORTED, ACCELERATE_USE_CPU="true")
+
+
+def test_other_objects_of_the_program_find_it(training: ModuleType, tmp_path: Path) -> None:
+    loop, folder = training.Loop(tmp_path), tmp_path / "one"
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    loop.train(2)
+    with held("sync", until=(Transaction, "see")):
+        loop.accelerator.save_state(folder)
+        loop.accelerator.save({"a": 1}, folder / "more.pt")
+    assert {"more.pt", "model.safetensors"} <= set(names(folder))
+    with held("sync", until=(Transaction, "see")):
+        loop.accelerator.save_state(tmp_path / "two")
+        loop.accelerator.save_model(loop.net, tmp_path / "two")
+    with held("sync", until=(Transaction, "see")):
+        loop.accelerator.save_state(tmp_path / "three")
+        other = training.Loop(tmp_path, lazy=False)
+        other.accelerator.load_state(tmp_path / "three")
+        assert other.step == 2
+    loop.accelerator.end_training()
+
+
+@pytest.mark.parametrize("limit", [1, 2, None])
+def test_a_loop_that_saves_and_then_counts_finds_what_accelerate_keeps(
+    limit: int | None, training: ModuleType, tmp_path: Path
+) -> None:
+    seen = []
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours", total_limit=limit)
+        root = tmp_path / name / "checkpoints"
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
+            for number in range(2 if limit is None else 1):
+                loop.accelerator.project_configuration.iteration = number
+                loop.accelerator.save_state()
+            found = [(root / "checkpoint_0").exists()]
+        for number in range(2, 6):
+            loop.accelerator.project_configuration.iteration = number
+            loop.accelerator.save_state()
+        found += [(root / f"checkpoint_{number}" / "optimizer.bin").exists() for number in range(6)]
+        seen.append((found, names(root)))
+        loop.accelerator.end_training()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("look", ["listdir", "rglob", "rmtree"])
+def test_who_looks_at_the_project_sees_what_accelerate_leaves(look: str, training: ModuleType, tmp_path: Path) -> None:
+    looking = {"listdir": os.listdir, "rglob": names, "rmtree": shutil.rmtree}[look]
+    seen = []
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours")
+        with held("sync", until=(Transaction, "see")) if name == "ours" else contextlib.nullcontext():
+            loop.accelerator.save_state()
+            seen.append(looking(tmp_path / name))
+        loop.accelerator.end_training()
+    assert seen[0] == seen[1]

@@ -109,7 +109,7 @@ class Loop:
     def end(self) -> None:
         state = self.whole()
         if self.accelerator.is_main_process:
-            torch.save(state, Path(self.accelerator.project_dir) / "end.pt")
+            torch.save(state, f"{self.accelerator.project_dir}-end.pt")
         self.accelerator.end_training()
 
 

@@ -90,6 +90,7 @@ if __name__ == "__main__":
     trainer(directory, steps, chosen).fit(module, data(), ckpt_path=there[-1] if there else None)
     state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in module.state_dict().items()}
     if chosen.is_global_zero:
-        print(json.dumps({"word": "losses", "value": module.losses}))
-        torch.save(state, directory.with_suffix(".pt"))
+        trained = {"from": min(module.losses), "losses": list(module.losses.values())}
+        print(json.dumps({"word": "trained", "value": trained}))
+        torch.save(state, f"{directory}-end.pt")
     leave()

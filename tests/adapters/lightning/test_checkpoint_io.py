@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
-import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 from hold import GATE, held
 
 from datastates import _native
-from datastates._base import faults
 from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
 from datastates.files import looks
 from datastates.files.transaction import Transaction
@@ -27,7 +23,6 @@ torch = pytest.importorskip("torch")
 HERE = Path(__file__).parent
 # Lightning's warnings about loaders, accelerators and existing checkpoints are not tested here
 pytestmark = pytest.mark.filterwarnings("ignore")
-IMPORTED = ("lightning.pytorch", "torch.distributed.checkpoint")
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -38,51 +33,6 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
     return bool(found == expected)
-
-
-@pytest.fixture(scope="module")
-def run(module_ranks: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Train for some steps in a process of its own."""
-
-    def train(directory: Path, steps: int, **variables: str) -> subprocess.CompletedProcess[str]:
-        directory.mkdir(exist_ok=True)
-        options = {"timeout": 150, "may_fail": [0], "imported": IMPORTED, "alone": True}
-        done: subprocess.CompletedProcess[str]
-        (done,) = module_ranks(1, HERE / "training.py", directory, steps, **options, **variables)
-        return done
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def whole(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Any]:
-    """The losses and the final state of a run that nothing interrupts."""
-    directory = tmp_path_factory.mktemp("whole")
-    done = run(directory, 12)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), torch.load(directory / "end.pt")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["write=kill@7", "sync=kill@2", "store.rename=kill@2"])
-def test_killed_in_a_write_it_resumes_bit_for_bit(
-    fault: str, run: Any, whole: tuple[dict[str, float], Any], tmp_path: Path
-) -> None:
-    expected, end = whole
-    # one snapshot at a time: the first has its name before the second begins, and the kill comes in the second
-    killed = run(tmp_path / "killed", 12, DATASTATES_FAULTS=fault, MORE='{"max_in_flight": 1}')
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [path.name for path in (tmp_path / "killed").glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
-    resumed = run(tmp_path / "killed", 12)
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout.splitlines()[-1]) == {k: v for k, v in expected.items() if int(k) >= 4}
-    assert same(torch.load(tmp_path / "killed" / "end.pt"), end)
-    # Lightning does not remove the checkpoint that it resumed from
-    assert {p.name for p in (tmp_path / "killed").iterdir()} == {
-        "epoch=0-step=4.ckpt",
-        "epoch=2-step=12.ckpt",
-        "end.pt",
-    }
 
 
 def test_the_files_are_those_that_lightning_writes(training: ModuleType, io: Any, tmp_path: Path) -> None:
@@ -163,32 +113,6 @@ def test_removing_without_a_save_takes_no_memory(training: ModuleType, io: Any, 
     io.remove_checkpoint(tmp_path / "nothing.ckpt")
     assert list(tmp_path.iterdir()) == []
     assert io.files._engine is None
-
-
-def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Path) -> None:
-    io = training.DataStatesCheckpointIO(**training.OPTIONS, max_in_flight=1)
-    faults.arm(faults.Fault("store.rename", "fail", errno.EIO))
-    io.save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
-    with pytest.raises(StorageError, match=r"rename.*a\.ckpt"):
-        io.save_checkpoint({"state_dict": {}}, tmp_path / "b.ckpt")
-    io.teardown()
-    assert list(tmp_path.iterdir()) == []
-    assert io.files.failures == 1
-
-
-def test_a_checkpoint_that_cannot_be_begun_is_only_logged_with_warn(
-    training: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    io, old = training.DataStatesCheckpointIO(**training.OPTIONS, on_error="warn"), tmp_path / "old.ckpt"
-    io.save_checkpoint({"state_dict": {}}, old)
-    io.files.wait()
-    faults.arm(faults.Fault("store.mkdir", "fail", errno.ENOSPC))
-    io.save_checkpoint({"state_dict": {}}, tmp_path / "new" / "new.ckpt")
-    io.remove_checkpoint(old)  # as Lightning does once it has saved a new one
-    io.teardown()
-    assert io.files.failures == 1
-    assert any("new.ckpt has failed" in line and "No space left" in line for line in caplog.messages)
-    assert [path.name for path in tmp_path.iterdir()] == [old.name]
 
 
 @pytest.mark.long

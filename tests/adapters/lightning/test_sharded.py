@@ -33,22 +33,6 @@ def run(ranks: Any, script: Path | str, *arguments: object) -> Any:
 
 
 @pytest.mark.long
-def test_it_resumes_bit_for_bit_from_each_others_folders(ranks: Any, said: Any, tmp_path: Path) -> None:
-    script = HERE / "sharded.py"
-    (whole, _) = run(ranks, script, tmp_path / "whole", 11, "stock")
-    losses = said(whole)["losses"]
-    for first, second in (((), ("stock",)), (("stock",), ())):
-        directory = tmp_path / f"by {'stock' if first else 'ours'}"
-        run(ranks, script, directory, 9, *first)
-        (folder,) = directory.iterdir()
-        assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
-        (resumed, _) = run(ranks, script, directory, 11, *second)
-        assert said(resumed)["losses"] == {step: loss for step, loss in losses.items() if int(step) >= 8}
-        ends = [torch.load(path.with_suffix(".pt"), weights_only=True) for path in (tmp_path / "whole", directory)]
-        assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
-
-
-@pytest.mark.long
 def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(ranks: Any, tmp_path: Path) -> None:
     script = """
 class Watch(pl.Callback):

@@ -106,15 +106,6 @@ def test_a_save_by_the_program_is_there(fit: Fit) -> None:
     fit(act=act, steps=2)
 
 
-def test_a_save_after_a_fit_is_there(training: ModuleType, io: Any, tmp_path: Path) -> None:
-    training.quiet()
-    trainer = training.trainer(tmp_path, 2, io)
-    trainer.fit(module := training.Module(), training.data())
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    loaded = training.Module.load_from_checkpoint(tmp_path / "after.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
-
-
 def test_a_callback_of_its_own_kind_finds_its_file(fit: Fit) -> None:
     import shutil
 

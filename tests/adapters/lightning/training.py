@@ -1,4 +1,4 @@
-"""A small module trained by Lightning. As a program (arguments: DIRECTORY STEPS) it resumes what is there."""
+"""A small module trained by Lightning. As a program (DIRECTORY STEPS [stock]) it resumes what is there."""
 
 from __future__ import annotations
 
@@ -64,9 +64,11 @@ def quiet() -> None:
 
 if __name__ == "__main__":
     quiet()
-    directory, steps = Path(sys.argv[1]), int(sys.argv[2])
-    module, io = Module(), DataStatesCheckpointIO(**OPTIONS, **json.loads(os.environ.get("MORE", "{}")))
-    there = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    directory, steps, *words = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    directory.mkdir(exist_ok=True)
+    io = None if "stock" in words else DataStatesCheckpointIO(**OPTIONS, **json.loads(os.environ.get("MORE", "{}")))
+    module, there = Module(), sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     trainer(directory, steps, io).fit(module, data(), ckpt_path=there[-1] if there else None)
-    print(json.dumps(module.losses))
-    torch.save(module.state_dict(), directory / "end.pt")
+    trained = {"from": min(module.losses), "losses": list(module.losses.values())}
+    print(json.dumps({"word": "trained", "value": trained}))
+    torch.save(module.state_dict(), f"{directory}-end.pt")

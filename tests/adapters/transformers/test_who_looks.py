@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,7 +12,6 @@ import pytest
 from by_path import module_at
 from hold import held
 
-from datastates.files import looks
 from datastates.files.transaction import Transaction
 
 torch = pytest.importorskip("torch")
@@ -22,7 +19,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # about loaders without pinned memory, and from transformers itself
-IMPORTED = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.trainer")
 
 
 @pytest.fixture(scope="module")
@@ -103,25 +99,6 @@ def test_a_callback_sees_what_was_saved_and_what_it_writes_stays(
     look.run(None, saving(training, act), save_total_limit=2)
     said = [line for line in caplog.messages if "OnSave has on_save" in line]
     assert said == ["waiting for checkpoint-2, and for later ones: the callback OnSave has on_save"]
-
-
-def test_a_run_without_such_a_callback_does_not_wait(training: ModuleType, tmp_path: Path) -> None:
-    made = training.trainer(tmp_path, 3, save_steps=2, report_to=[])
-    training.attach(made, **training.OPTIONS)
-    there: list[bool] = []
-
-    class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                with looks.unwatched():
-                    there.append((tmp_path / "checkpoint-2").exists())
-                there.append((tmp_path / "checkpoint-2").exists())
-
-    made.add_callback(Watch())
-    with held("sync", until=(Transaction, "see")):
-        made.train()
-    assert there == [False, True]
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
 def test_callbacks_that_come_with_transformers_wait_when_they_look() -> None:
@@ -268,49 +245,6 @@ def test_what_a_raising_run_has_saved_is_there(training: ModuleType, tmp_path: P
     made.remove_callback(Stop)
     made.train(resume_from_checkpoint=True)
     assert (tmp_path / "checkpoint-4").exists()
-
-
-@pytest.mark.long
-def test_a_step_that_is_saved_again_keeps_what_the_trainer_keeps(training: ModuleType, tmp_path: Path) -> None:
-    trees = []
-    for name in ("stock", "ours"):
-        (tmp_path / name / "checkpoint-2").mkdir(parents=True)
-        for file in ("notes.txt", "config.json"):
-            (tmp_path / name / "checkpoint-2" / file).write_text("of an earlier run")
-        made = training.trainer(tmp_path / name, 2, save_steps=2)
-        if name == "ours":
-            training.attach(made, **training.OPTIONS)
-        training.transformers.set_seed(4)
-        made.train()
-        trees.append(tree(tmp_path / name))
-    assert trees[0] == trees[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["sync=kill@2", "store.rename=kill@1"])
-def test_killed_while_a_callback_is_waited_for_nothing_incomplete_has_the_name(
-    fault: str, module_ranks: Any, tmp_path: Path
-) -> None:
-    script = f"""
-    import sys
-    sys.path.insert(0, {str(HERE)!r})
-    from pathlib import Path
-    from training import OPTIONS, attach, trainer, transformers
-
-    class OnSave(transformers.TrainerCallback):
-        def on_save(self, *_, **__):
-            pass
-
-    made = trainer(Path({str(tmp_path / "run")!r}), 6)
-    attach(made, **OPTIONS)
-    made.add_callback(OnSave())
-    made.train()
-    """
-    options = {"timeout": 150, "may_fail": [0], "imported": IMPORTED, "alone": True}
-    done: subprocess.CompletedProcess[str]
-    (done,) = module_ranks(1, script, **options, DATASTATES_FAULTS=fault)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (tmp_path / "run" / "checkpoint-5").exists()
 
 
 @pytest.mark.long

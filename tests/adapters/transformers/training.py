@@ -82,8 +82,8 @@ def trainer(directory: Path, steps: int, model: Any = None, *, fsdp: int = 0, **
     )
 
 
-def losses(trained: Any) -> dict[str, float]:
-    return {str(entry["step"]): entry["loss"] for entry in trained.state.log_history if "loss" in entry}
+def losses(trained: Any) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":
@@ -95,7 +95,8 @@ if __name__ == "__main__":
     made.train(resume_from_checkpoint=there)
     state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.model.state_dict().items()}
     if made.args.process_index == 0:
-        print(json.dumps({"from": there and Path(there).name, "losses": losses(made)}))
+        begun = int(there.rpartition("-")[2]) if there else 0
+        print(json.dumps({"word": "trained", "value": {"from": begun, "losses": losses(made)[begun:]}}))
         torch.save(state, f"{directory}-end.pt")
     if made.args.world_size > 1:  # an interpreter with threads of gloo may abort at its shutdown
         torch.distributed.barrier()
