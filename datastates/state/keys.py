@@ -110,3 +110,8 @@ def boxes(keys: Iterable[str]) -> dict[str, str]:
     """The boxes of the DTensors whose parts are stored under keys of :func:`of_rank`, each by the DTensor's key."""
     found = (_OF_RANK.match(key) for key in keys if is_of_rank(key))
     return {str(parts(match[2])[0]): match[1] for match in found if match}
+
+
+def state_key(parameter: object, state: str) -> str:
+    """The key of one state of one parameter, as in a nested optimizer state dict."""
+    return f"state/{component(parameter)}/{component(state)}"

@@ -21,8 +21,8 @@ from datastates.providers.optimizer.state_dict_tree import (
     with_all_states,
     with_parameters,
 )
-from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import dtensors, laziness, subclasses, together
+from datastates.state.keys import state_key
 from datastates.state.nested import with_items
 from datastates.state.provider import Saved
 from datastates.state.subclasses import is_tensor

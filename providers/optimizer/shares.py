@@ -13,9 +13,9 @@ from datastates._base import gc_pause
 from datastates._base.columns import I64
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import arrays, dtypes
 from datastates.state.flat_layout import FlatLayout, Name, Slice
+from datastates.state.keys import state_key
 from datastates.state.shards import ArrayRef, Buffer, Shard
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from datastates.providers.optimizer.stored_states import StoredStates, state_key
+from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import dtensors
-from datastates.state.keys import component
+from datastates.state.keys import component, state_key
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
 

@@ -12,11 +12,6 @@ _NUMBERS = ("step", "mu_product", "mu", "eta")
 """Names of states that are one number for each parameter. If ranks share a parameter out, only one rank saved them."""
 
 
-def state_key(parameter: object, state: str) -> str:
-    """The key of one state of one parameter, as in a nested optimizer state dict."""
-    return f"state/{component(parameter)}/{component(state)}"
-
-
 class StoredStates:
     """Stored keys of the form ``state/<parameter>/<state>``, as in a nested optimizer state dict.
 

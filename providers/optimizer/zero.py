@@ -13,10 +13,10 @@ from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
 from datastates.providers.optimizer.shares import Share, Spread, WholeParameter
 from datastates.providers.optimizer.state_dict_tree import groups_of
-from datastates.providers.optimizer.stored_states import StoredStates, state_key
+from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import arrays, memory, subclasses
 from datastates.state.flat_layout import Name
-from datastates.state.keys import component
+from datastates.state.keys import component, state_key
 from datastates.state.known_layout import Describer
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard

@@ -11,11 +11,11 @@ from typing import Any
 from datastates._base import log
 from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
-from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
 from datastates.adapters.deepspeed.save import wait_for_every
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.errors import RestoreError
 from datastates.executor.make import make_executor
+from datastates.formats.zero_saved import SavedZero
 from datastates.ranks.world import world_of
 from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
@@ -76,7 +76,7 @@ def load_checkpoint(
         if tag is None:
             log.warning("%s: no file named latest, and no tag given: nothing is loaded", load_dir)
             return None, None
-        live, saved = _open(meeting, engine, Path(load_dir, tag), strict=load_module_strict)
+        live, saved = _open(meeting, engine, Location(load_dir) / tag, strict=load_module_strict)
         _restore(meeting, live, saved, settings)
     with _handing_over(engine, live, saved):
         path, client_state = engine.load_checkpoint(
@@ -101,7 +101,7 @@ def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | Non
     return meeting.settle("tag", (wish or "").encode, decide).decode() or None
 
 
-def _open(meeting: Meeting, engine: Any, path: Path, *, strict: bool) -> tuple[LiveZero, SavedZero]:
+def _open(meeting: Meeting, engine: Any, path: Location, *, strict: bool) -> tuple[LiveZero, SavedZero]:
     """Open engine and checkpoint, and compare their kinds and modules; all ranks go on, or none."""
 
     def compared() -> tuple[LiveZero, SavedZero]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from datastates.adapters.deepspeed.elastic.zero_saved import FRAGMENT, FROZEN, MASTER, OPTIMIZER
 from datastates.errors import RestoreError
+from datastates.formats import zero_saved
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider
 
 _STAGES = {"DeepSpeedZeroOptimizer": (1, 2), "DeepSpeedZeroOptimizer_Stage3": (3,)}
@@ -65,7 +65,7 @@ class LiveZero:
 
     def provider(self) -> ShardedZeroProvider:
         """The provider of the master weights and the optimizer's state."""
-        return ShardedZeroProvider(OPTIMIZER, self.shares, optimizer=self._optimizer.optimizer)
+        return ShardedZeroProvider(zero_saved.OPTIMIZER, self.shares, optimizer=self._optimizer.optimizer)
 
     def frozen(self) -> dict[str, Any]:
         """With ZeRO-3, this rank's fragments of frozen parameters, by name."""
@@ -77,10 +77,12 @@ class LiveZero:
         """The provider of this rank's fragments of frozen parameters."""
         shapes = {self._name(p): tuple(p.ds_shape) for p in self._engine.module.parameters()}
         shares = [
-            Partition(FlatLayout.each_split([(name, shapes[name])], self.rank, self.ranks), {FRAGMENT: fragment})
+            Partition(
+                FlatLayout.each_split([(name, shapes[name])], self.rank, self.ranks), {zero_saved.FRAGMENT: fragment}
+            )
             for name, fragment in self.frozen().items()
         ]
-        return ShardedZeroProvider(FROZEN, shares)
+        return ShardedZeroProvider(zero_saved.FROZEN, shares)
 
     def put(self, share: Partition, plain: Any) -> None:
         """Put states that are no arrays into a partition's optimizer state."""
@@ -99,7 +101,7 @@ def _partition(layout: FlatLayout, flat: Any, group: int) -> Partition:
             f"the flat partition of {layout.parameters[0][0]!r} and others has {flat.numel()} elements where "
             f"{layout.numel} are expected: this version of DeepSpeed has another layout"
         )
-    return Partition(layout, {MASTER: flat}, parameter=flat, group=group)
+    return Partition(layout, {zero_saved.MASTER: flat}, parameter=flat, group=group)
 
 
 def _refuse(engine: Any) -> None:

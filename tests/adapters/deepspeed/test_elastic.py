@@ -33,7 +33,7 @@ def test_every_size_resumes_what_every_other_has_saved(ranks: Any, tmp_path: Pat
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_files_are_asked_for_what_they_hold(count: int, partition: int | None) -> None:
     pytest.importorskip("torch")
-    from datastates.adapters.deepspeed.elastic.zero_files import Flat
+    from datastates.formats.zero_files import Flat
 
     parameters = (("a", (2, 3)), ("b", ()), ("c", (1,)), ("d", (11,)), ("e", (2, 2, 2)))
     total = sum(prod(shape) for _, shape in parameters)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from datastates.container.index import StoredObject
 from datastates.container.pickle_writer import body, dumps
 from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
-from datastates.providers.optimizer.stored_states import state_key
 from datastates.reading.stored import Head, Stored
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.saved_state import SavedState
 from datastates.state.flat_layout import FlatLayout, Name
+from datastates.state.keys import state_key
 from datastates.state.shards import ArrayRef, Shard, full_key
 from datastates.storage import Location
 
@@ -41,7 +40,7 @@ class StateFile:
         container: The file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         """Open the file.
 
         Raises:
@@ -49,14 +48,14 @@ class StateFile:
             StorageError: The file cannot be read.
         """
         try:
-            self.container = open_container(Location(path))
+            self.container = open_container(path)
         except FormatError as error:
             raise FormatError(
                 f"{error}: only what datastates has saved can be loaded on another number of ranks. Load this "
                 "checkpoint by engine.load_checkpoint() on as many ranks as saved it, or convert it by "
                 "python -m deepspeed.checkpoint.ds_to_universal"
             ) from error
-        head = Head(Location(path), 0, "", 1, None, None)
+        head = Head(path, 0, "", 1, None, None)
         provider = self.container.index.shards.providers[0]
         self._saved = SavedState(Stored(head), self.container, provider, RestoreRequest(trust="all"))
 
@@ -246,7 +245,7 @@ class _Holders:
 class ZeroFiles(Stored):
     """A checkpoint of DeepSpeed, read as if each rank's file of each section were a container of this package."""
 
-    def __init__(self, path: Path, ranks: int, sections: Sequence[Section]) -> None:
+    def __init__(self, path: Location, ranks: int, sections: Sequence[Section]) -> None:
         """Describe the checkpoint; files are opened when they are needed.
 
         Args:
@@ -254,7 +253,7 @@ class ZeroFiles(Stored):
             ranks: The number of ranks that saved it.
             sections: Its part for each provider.
         """
-        super().__init__(Head(Location(path), 0, "", ranks * len(sections), None, None))
+        super().__init__(Head(path, 0, "", ranks * len(sections), None, None))
         self._ranks, self._sections = ranks, sections
 
     def open_containers(self, ranks: Iterable[int]) -> None:

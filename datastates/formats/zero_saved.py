@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datastates._base.cached import cached_property
-from datastates.adapters.deepspeed.elastic.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
 from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
 from datastates.formats.deepspeed import model_file
+from datastates.formats.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
 from datastates.state.flat_layout import Name
 from datastates.state.shards import ArrayRef
+from datastates.storage import Location, store_of
 
 OPTIMIZER, FROZEN = "optimizer", "frozen"
 """Names of providers: the optimizer's state with the master weights, and the frozen parameters."""
@@ -43,7 +43,7 @@ class SavedZero:
         globals: The values named in :data:`GLOBALS`, as far as it has them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         """Open the files of rank 0. Files of other ranks are opened when they are needed.
 
         Raises:
@@ -74,19 +74,20 @@ class SavedZero:
 
     def _find_prefix(self) -> str:
         for prefix in ("bf16_", ""):
-            if (self.path / f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt").exists():
+            path = self.path / f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            if store_of(path).exists(path):
                 return prefix
         raise CheckpointNotFoundError(f"{self.path} holds no checkpoint of a DeepSpeed engine with ZeRO")
 
-    def optimizer_path(self, rank: int) -> Path:
+    def optimizer_path(self, rank: int) -> Location:
         """The file with a rank's optimizer state."""
         return self.path / f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
-    def model_path(self, rank: int) -> Path:
+    def model_path(self, rank: int) -> Location:
         """The file with a rank's module; with ZeRO-1 and ZeRO-2, one file for all ranks."""
         return self.path / model_file(self.stage, rank)
 
-    def _open(self, path: Path) -> StateFile:
+    def _open(self, path: Location) -> StateFile:
         opened = StateFile(path)
         if self._attempt not in (None, opened.attempt):
             raise FormatError(f"{path} was not saved together with {self.optimizer_path(0)}")
