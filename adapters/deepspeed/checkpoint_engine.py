@@ -15,9 +15,9 @@ from datastates._base import log
 from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.save import Save, every, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.shared import torch_loads
 from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.errors import CommitError, FormatError
+from datastates.files import torch_loads
 from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of

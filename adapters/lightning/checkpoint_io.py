@@ -13,14 +13,13 @@ from typing_extensions import Unpack
 
 from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters.lightning import asking
-from datastates.adapters.shared import torch_loads
 from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
 from datastates.errors import StorageError
-from datastates.files import looks
+from datastates.files import looks, torch_loads
 from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FileOptions, FileSettings
 from datastates.files.torch_files import Lazy, TorchFiles

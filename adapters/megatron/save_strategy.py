@@ -22,10 +22,11 @@ from typing_extensions import Unpack
 
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import refusing, session_of
-from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.shared.tried import warn_of_untried
+from datastates.files.staging import Staged, is_large
+from datastates.files.torch_files import Lazy
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location
 

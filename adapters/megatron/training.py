@@ -9,10 +9,11 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from datastates.adapters.dcp.save.staging import Lazy, is_large
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.load_strategy import DataStatesLoadStrategy
 from datastates.adapters.megatron.save_strategy import DataStatesSaveStrategy
+from datastates.files.staging import is_large
+from datastates.files.torch_files import Lazy
 
 # names that make strategies: functions up to 0.16, the classes from 0.17 on
 _SAVE = ("get_default_save_sharded_strategy", "TorchDistSaveShardedStrategy")

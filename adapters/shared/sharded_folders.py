@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import session_of
-from datastates.adapters.dcp.save.staging import is_large
 from datastates.adapters.dcp.save.writer import WriterSettings
 from datastates.adapters.shared.guarded import guarded_of
 from datastates.adapters.shared.stand_ins import Function, having, standing_in
 from datastates.config import IoSettings
+from datastates.files.staging import is_large
 from datastates.saving.snapshot import Snapshot
 from datastates.state import dtensors
 from datastates.storage import Location

@@ -23,11 +23,12 @@ from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
-from datastates.adapters.dcp.save.staging import Lazy, Staged
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
 from datastates.adapters.shared.guarded import guarded_of
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
+from datastates.files.staging import Staged
+from datastates.files.torch_files import Lazy
 from datastates.ranks.board_world import text_of
 from datastates.ranks.world import world_of
 from datastates.saving.engine import Engine

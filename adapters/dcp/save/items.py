@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates._base import gc_pause
 from datastates.adapters.dcp.names import AGAIN, NAME, key_of_chunk
-from datastates.adapters.dcp.save.staging import Staged
 from datastates.commit.ending import FileEnding
 from datastates.container.table import Row
 from datastates.errors import CommitError, ProviderError
+from datastates.files.staging import Staged
 from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver

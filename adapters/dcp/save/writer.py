@@ -23,13 +23,14 @@ from typing_extensions import Unpack
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.one_rank import warn_of_plain_tensors
-from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large, nothing
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError, storage_errors
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
+from datastates.files.staging import Staged, StagedStateDict, is_large, nothing
+from datastates.files.torch_files import Lazy
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import reach
 from datastates.storage import Location, folders_of, location

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from datastates import _native
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.adapters.dcp.save import samples
 from datastates.errors import TornSnapshotError
+from datastates.files import samples
 from states import SMALL, big, copied, files, loaded, same, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")

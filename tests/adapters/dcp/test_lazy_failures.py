@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from datastates import _native
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.adapters.dcp.save import async_save, staging
+from datastates.adapters.dcp.save import async_save
 from datastates.errors import DatastatesError, StorageError
+from datastates.files import staging
 from datastates.saving import gate
 from datastates.saving import snapshot as snapshots
 from states import SMALL, big, copied, files, loaded, same, step

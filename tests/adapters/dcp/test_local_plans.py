@@ -19,8 +19,8 @@ from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save import global_plan
 from datastates.adapters.dcp.save.local_plans import LocalPlans
-from datastates.adapters.dcp.save.staging import Staged
 from datastates.errors import DatastatesError
+from datastates.files.staging import Staged
 from states import SMALL, Parts, loaded, same
 
 

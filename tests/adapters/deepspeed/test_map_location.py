@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from datastates.adapters.shared import torch_loads
 from datastates.config import IoSettings
 from datastates.errors import CorruptError
+from datastates.files import torch_loads
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]

@@ -191,7 +191,7 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
 
 
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
-    from datastates.adapters.shared import torch_loads
+    from datastates.files import torch_loads
     from datastates.formats import own
 
     save = saves.Save("save/0", "tag", SoloWorld())

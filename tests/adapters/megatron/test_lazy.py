@@ -112,7 +112,7 @@ def test_what_is_changed_while_the_ranks_plan_is_named(run: Any, tmp_path: Path)
         LARGE
         + """
     import threading
-    from datastates.adapters.dcp.save.staging import Staged
+    from datastates.files.staging import Staged
     strategy = Ours.save(**SMALL)
     save(sharded(), directory / "first", strategy)  # a first one waits until the ranks have met
     second = directory / "second"

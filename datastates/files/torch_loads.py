@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from datastates.config import IoSettings
 from datastates.container.pickle_reader import Trust
@@ -17,9 +14,10 @@ from datastates.reading.stored import Stored
 from datastates.saving import gate
 from datastates.state.new_memory import AS_SAVED
 from datastates.storage import Location
+from datastates.storage.location import PathLike
 
 
-def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
+def load(path: PathLike, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
     """Read a file of this package, and verify it.
 
     Args:
@@ -55,6 +53,8 @@ def placed(map_location: Any) -> Callable[[Any], Any] | None:
     Raises:
         TypeError: ``map_location`` is something else.
     """
+    import torch
+
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
     if map_location is None:
@@ -70,5 +70,7 @@ def placed(map_location: Any) -> Callable[[Any], Any] | None:
 def _moved(block: Any, storage: Any) -> Any:
     if storage is None:  # as in torch: the callable leaves the storage where it is
         return block
+    import torch
+
     untyped = getattr(storage, "_untyped_storage", storage)
     return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)

@@ -8,16 +8,15 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
-
-import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.waiting import Flag
-from datastates.adapters.dcp.save import samples
 from datastates.errors import DatastatesError, TornSnapshotError
+from datastates.files import samples
+from datastates.files.torch_files import Lazy
 from datastates.saving import gate
 from datastates.saving.snapshot import abandon, begun_later, error_of, fail, wait_free
 from datastates.state import arrays, devices, dtensors, subclasses
@@ -30,11 +29,8 @@ GRACE = 60.0
 _POLL = 0.05
 _DESCRIBING = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
-Lazy = Callable[[str, torch.Tensor], bool]
-"""Given the name and the tensor: whether only an optimizer step changes it. Then it is captured during training."""
 
-
-def is_large(name: str, tensor: torch.Tensor) -> bool:
+def is_large(name: str, tensor: Any) -> bool:
     """The default for ``lazy``: small tensors, such as buffers that a forward pass changes, are copied at once.
 
     Tensors that other libraries than torch can write are copied, too, by the rule for providers.
@@ -43,7 +39,7 @@ def is_large(name: str, tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
-def nothing(name: str, tensor: torch.Tensor) -> bool:
+def nothing(name: str, tensor: Any) -> bool:
     """A :data:`Lazy` that chooses no tensor: everything is copied."""
     del name, tensor
     return False
@@ -65,7 +61,7 @@ class Staged:
         step: int = 0,
         path: Location | None = None,
         grace: float = GRACE,
-        kept: Sequence[tuple[str, torch.Tensor]] | None = None,
+        kept: Sequence[tuple[str, Any]] | None = None,
         owned: bool = False,
     ) -> None:
         """Copy the state that may change at any time. The gate guards the rest from now on.
@@ -80,8 +76,8 @@ class Staged:
             owned: Sharded tensors are copies that nothing else refers to. All others are copied, so no optimizer waits.
         """
         begin = time.monotonic()
-        self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
-        self._devices: set[torch.device] = set()
+        self._kept: list[tuple[str, Any]] = list(kept or ())
+        self._devices: set[Any] = set()
         self._owned = owned
         if gate.is_in_step():  # the save begins once the step goes on
             lazy = nothing
@@ -101,12 +97,15 @@ class Staged:
             gate.guard(self.snapshot, automatic=True)
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
-        if isinstance(value, ShardedTensor):
+        tensor, sharded, plain = _kinds()
+        if isinstance(value, sharded):
             self._kept += [(path, shard.tensor) for shard in value.local_shards()]
             return value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, tensor):
             local = dtensors.local(value)
-            if _is_watched(local) and (local is not value if self._owned else lazy(path, local)):
+            # a change of other tensors, such as instances of subclasses, cannot be noticed: they are copied
+            watched = type(local) in plain and arrays.kind_of(local) is not None
+            if watched and (local is not value if self._owned else lazy(path, local)):
                 self._kept.append((path, value))  # a DTensor has a version of its own
                 return value
             self._devices.add(local.device)
@@ -214,9 +213,9 @@ class StagedStateDict(dict[str, Any]):
         raise error
 
 
-def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _clone(value: Any, local: Any) -> Any:
     is_composed = subclasses.is_composed(local)
-    copied: torch.Tensor = (
+    copied: Any = (
         subclasses.changed(value, lambda part: part.detach().clone()) if is_composed else value.detach().clone()
     )
     # methods that describe a tensor to torch, as Megatron-FSDP sets on unevenly sharded ones
@@ -225,7 +224,10 @@ def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def _is_watched(tensor: torch.Tensor) -> bool:
-    """Whether a change of a tensor can be noticed. Other tensors, such as instances of subclasses, are copied."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return plain and arrays.kind_of(tensor) is not None
+@cache
+def _kinds() -> tuple[type, type, tuple[type, ...]]:
+    """Tensors, those of torch that are sharded without a DTensor, and the classes of plain ones."""
+    import torch
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    return torch.Tensor, ShardedTensor, (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

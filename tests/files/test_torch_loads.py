@@ -13,7 +13,7 @@ from datastates.errors import OutOfMemoryError
 from datastates.providers import from_state_dict
 
 torch = pytest.importorskip("torch")
-torch_loads = pytest.importorskip("datastates.adapters.shared.torch_loads")
+torch_loads = pytest.importorskip("datastates.files.torch_loads")
 
 
 def test_tensors_for_the_host_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
