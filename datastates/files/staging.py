@@ -225,7 +225,7 @@ def _clone(value: Any, local: Any) -> Any:
 
 
 @cache
-def _kinds() -> tuple[type, type, tuple[type, ...]]:
+def _kinds() -> tuple[type[Any], Any, tuple[type[Any], ...]]:
     """Tensors, those of torch that are sharded without a DTensor, and the classes of plain ones."""
     import torch
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

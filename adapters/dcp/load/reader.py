@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
-from datastates.adapters.dcp.load.own_file import OwnFile
-from datastates.adapters.dcp.load.read_items import ClaimedMemory, Place, name_of
-from datastates.adapters.dcp.load.stock_file import StockFile
+from datastates.adapters.dcp.load.read_items import PlannedItem
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
-from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
-from datastates.executor.make import make_executor
-from datastates.formats import own
-from datastates.reading.reads import Reads, Tally
+from datastates.formats.dcp_reads import PlacedReads
+from datastates.reading.reads import Tally
 from datastates.saving import gate
-from datastates.storage import Location, location, store_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Queued:
-    """The work that is left once a plan's items have been read.
-
-    Attributes:
-        stock: The files of torch's own writer, to verify.
-        ends: Functions to call once all is read.
-        foreign: The items that torch's own code must read.
-    """
-
-    stock: list[StockFile]
-    ends: list[Callable[[], None]]
-    foreign: list[ReadItem]
+from datastates.storage import Location, location
 
 
 class DataStatesStorageReader(FileSystemReader):
@@ -122,75 +101,34 @@ class DataStatesStorageReader(FileSystemReader):
         """
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
         self.tally = None
-        reads = Reads(in_full=True)
-        queued = self._queue(reads, plan, planner)
-        # the reads are closed first
-        with contextlib.closing(make_executor(self.settings, reads.nbytes)) as executor, contextlib.closing(reads):
-            with gc_pause.paused():
-                reads.start(executor)
-            tally = reads.finish()
-        for file in queued.stock:
-            tally = file.verify(tally)
-        self.tally = tally
-        for end in queued.ends:
-            end()
-        for item in queued.foreign:
-            self._read_by_torch(plan, item, planner)
+        reads = PlacedReads()
+        foreign = self._queue(reads, plan, planner)
+        self.tally = reads.read(self.settings)
+        reads.hand_over()
+        for one in foreign:
+            self._read_by_torch(plan, one, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @gc_pause.paused()
-    def _queue(self, reads: Reads, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
-        """Queue the reads of a plan's items, apart from those that torch's own code must read."""
-        queued, claims = _Queued([], [], []), ClaimedMemory()
-        for path, needed in self._files(plan.items).items():
-            source = self._open(path, needed)
-            file: OwnFile | StockFile
-            if source is not None:
-                file = OwnFile(source, needed)
-            else:
-                file = StockFile(path, store_of(path).length(path), needed, claims)
-                queued.stock.append(file)
-            for item, place in needed:
-                end = file.queue(reads, item, place, planner)
-                if end is None:
-                    queued.foreign.append(item)
-                else:
-                    queued.ends.append(end)
-        return queued
-
-    def _files(self, items: Sequence[ReadItem]) -> dict[Location, list[Place]]:
-        """Group items by file, each with its place in the file."""
-        names: dict[str, list[Place]] = {}
-        for item in items:
+    def _queue(self, reads: PlacedReads, plan: LoadPlan, planner: LoadPlanner) -> list[PlannedItem]:
+        """Queue the reads of a plan's items; returns those that torch's own code must read."""
+        names: dict[str, list[PlannedItem]] = {}
+        for item in plan.items:
             place = self.storage_data[item.storage_index]
-            names.setdefault(place.relative_path, []).append((item, place))
-        files: dict[Location, list[Place]] = {}
-        for name, places in names.items():  # a file may have several names, as x and ./x
-            files.setdefault(Location(self.path) / name, []).extend(places)
-        return files
+            names.setdefault(place.relative_path, []).append(PlannedItem(item, place, planner))
+        files: dict[Location, list[PlannedItem]] = {}
+        for name, wanted in names.items():  # a file may have several names, as x and ./x
+            files.setdefault(Location(self.path) / name, []).extend(wanted)
+        return [one for path, wanted in files.items() for one in reads.add(path, wanted)]
 
-    def _open(self, path: Location, needed: Sequence[Place]) -> Container | None:
-        """Open a file of this package; None for one of torch's."""
-        nbytes = store_of(path).length(path)
-        last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
-        if (end := place.offset + place.length) > nbytes:
-            raise FormatError(
-                f"{path} has {nbytes} bytes and should have {end}, where {name_of(last)} ends: it was cut short"
-            )
-        if own.has_ending(path):
-            return open_container(path)
-        if own.has_beginning(path):
-            raise FormatError(f"{path} was cut short, or is damaged at its end")
-        return None
-
-    def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_by_torch(self, plan: LoadPlan, one: PlannedItem, planner: LoadPlanner) -> None:
         """Let torch read the whole stored part of an item; an error names the item."""
         try:
-            super().read_data(dataclasses.replace(plan, items=[item]), planner)
+            super().read_data(dataclasses.replace(plan, items=[one.item]), planner)
         except (OSError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            path = Location(self.path) / self.storage_data[item.storage_index].relative_path
-            raise FormatError(f"{name_of(item)} in {path} cannot be read: {type(error).__name__}: {error}") from error
+            path = Location(self.path) / self.storage_data[one.item.storage_index].relative_path
+            raise FormatError(f"{one.name} in {path} cannot be read: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""A file of torch's own writer, for the reader: archives of one tensor each, and bare bytes, one after another.
+"""A file of torch's own writer of DCP: archives of one tensor each, and bare bytes, one after another.
 
 Such a file has no index. The end of each archive tells the place of the tensor's bytes and their one checksum; the
 beginning tells the tensor's type and shape.
@@ -11,17 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
-
-from datastates.adapters.dcp.load.read_items import ClaimedMemory, begin_of, is_memory, queue_box, target_of
-from datastates.adapters.dcp.names import key_of_chunk
 from datastates.container import checksums
 from datastates.container.table import Row
 from datastates.errors import FormatError
 from datastates.formats.archive_ends import opened_ends
 from datastates.formats.archives import ArchivedTensor, find_tensor
+from datastates.formats.dcp_wanted import ClaimedMemory, Wanted, is_memory, queue_box
 from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.reading.reads import Reads, Tally
 from datastates.state import arrays, dtypes, strides
@@ -57,15 +52,13 @@ class StockFile(RecordFile):
 
     records: Sequence[_Record]
 
-    def __init__(
-        self, path: Location, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
-    ) -> None:
-        """Find the needed items in a file; items that cannot be read in ranges are left to torch.
+    def __init__(self, path: Location, nbytes: int, wanted: Sequence[Wanted], claims: ClaimedMemory) -> None:
+        """Find the wanted items in a file; items that cannot be read in ranges are left to torch.
 
         Args:
             path: The file.
             nbytes: Its length.
-            needed: The items to load from it, each with its place. Nothing else is looked at.
+            wanted: The items to load from it. Nothing else is looked at.
             claims: The memory that one load, from all its files, reads into; this file adds to it.
 
         Raises:
@@ -73,24 +66,24 @@ class StockFile(RecordFile):
             StorageError: Reading failed.
         """
         self._claims = claims
-        self._whole: list[tuple[int, torch.Tensor]] = []
-        plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
+        self._whole: list[tuple[int, Any]] = []
+        plain = {(one.offset, one.length): one for one in wanted if not one.is_transformed}
         self.path = path
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
         super().__init__(path, nbytes, [record for _, record in found])
         # records that overlap: leave all items to torch
         self._numbers = {} if overlap(self.records, nbytes) else {place: n for n, (place, _) in enumerate(found)}
 
-    def _find(self, needed: dict[tuple[int, int], ReadItem]) -> Iterator[tuple[tuple[int, int], _Record]]:
+    def _find(self, wanted: dict[tuple[int, int], Wanted]) -> Iterator[tuple[tuple[int, int], _Record]]:
         archives = []
-        for (offset, length), item in needed.items():
-            if item.type == LoadItemType.BYTE_IO:
+        for (offset, length), one in wanted.items():
+            if one.is_bytes:
                 data = StoredArray("", "uint8", 0, (length,), (1,), length)
-                yield (offset, length), _Record(offset, length, None, _key(item), data)
+                yield (offset, length), _Record(offset, length, None, one.key, data)
             else:
                 archives.append((offset, length))
         for (offset, length), read in opened_ends(reader(self.path), sorted(archives)):
-            key = _key(needed[offset, length])
+            key = wanted[offset, length].key
             try:
                 tensor: ArchivedTensor | None = find_tensor(read, length)
             except FormatError as error:
@@ -103,16 +96,12 @@ class StockFile(RecordFile):
         """The key of the array in a record, for messages."""
         return self.records[record].key
 
-    def queue(
-        self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner
-    ) -> Callable[[], None] | None:
+    def queue(self, reads: Reads, wanted: Wanted) -> Callable[[], None] | None:
         """Plan to read one item.
 
         Args:
             reads: The reads of this load, to add to.
-            item: The item.
-            place: Its place from the checkpoint's metadata.
-            planner: Names the tensor that the item is read into.
+            wanted: The item.
 
         Returns:
             A function to call once the item has been read; None if torch has to read the item.
@@ -120,30 +109,34 @@ class StockFile(RecordFile):
         Raises:
             ValueError: The tensor has another shape than the item.
         """
-        number = self._numbers.get((place.offset, place.length))
-        if number is None or place.transform_descriptors:
+        import torch
+
+        number = self._numbers.get((wanted.offset, wanted.length))
+        if number is None or wanted.is_transformed:
             return None
         record = self.records[number]
         array = record.array
-        if item.type == LoadItemType.BYTE_IO:
+        if wanted.is_bytes:
             data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
             reads.add(self, self._row(number, array.shape, array.stride), arrays.destination(record.key, data))
-            return lambda: planner.load_bytes(item, io.BytesIO(data.numpy().tobytes()))
-        if len(array.shape) != len(item.lengths) or any(
+            return lambda: wanted.take(io.BytesIO(data.numpy().tobytes()))
+        if len(array.shape) != len(wanted.lengths) or any(
             begin + length > size
-            for begin, length, size in zip(item.storage_offsets, item.lengths, array.shape, strict=True)
+            for begin, length, size in zip(wanted.within, wanted.lengths, array.shape, strict=True)
         ):
             return None  # not the tensor that the checkpoint's metadata describes
-        if tuple(item.lengths) == array.shape and record.is_filled and record.crc is not None:
-            return self._queue_whole(reads, number, item, planner)
+        if wanted.lengths == array.shape and record.is_filled and record.crc is not None:
+            return self._queue_whole(reads, number, wanted)
         row = self._row(number, array.shape, array.stride, array.begin)
-        return queue_box(reads, self, row, item, planner, self._claims)
+        return queue_box(reads, self, row, wanted, self._claims)
 
-    def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
+    def _queue_whole(self, reads: Reads, number: int, wanted: Wanted) -> Callable[[], None]:
         """As :meth:`queue`, for a whole record. It is read with the file's layout, so that it can be verified."""
+        import torch
+
         record = self.records[number]
         array, dtype = record.array, getattr(torch, record.array.dtype)
-        target = target_of(item, planner)
+        target = wanted.target()
         count = span(array.shape, array.stride)
         # tensors that share memory were stored separately and may differ: only one is read in place, and verified there
         in_place = is_memory(target, dtype) and _lies_as(target, array) and self._claims.claim(target)
@@ -154,7 +147,7 @@ class StockFile(RecordFile):
         def end() -> None:
             if not in_place:
                 target.copy_(flat.as_strided(array.shape, array.stride))
-            planner.commit_tensor(item, target)
+            wanted.filled(target)
 
         return end
 
@@ -175,6 +168,8 @@ class StockFile(RecordFile):
         Raises:
             CorruptError: A tensor does not match its checksum; the message names it. It is overwritten by then.
         """
+        import torch
+
         for number, flat in self._whole:
             record, crc, data = self.records[number], 0, flat.view(torch.uint8)
             for at in range(0, record.nbytes, _STEP):
@@ -191,13 +186,9 @@ class StockFile(RecordFile):
         )
 
 
-def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
+def _lies_as(target: Any, array: StoredArray) -> bool:
     """Whether a tensor has the same layout in memory as ``array``, which fills its storage, has in the file."""
     if target.is_conj() or target.is_neg() or not is_dense(array.shape, array.stride):
         return False
     row_major = strides.is_row_major(array.shape, array.stride) and target.is_contiguous()
-    return row_major or target.stride() == array.stride
-
-
-def _key(item: ReadItem) -> str:
-    return key_of_chunk(item.storage_index) if any(begin_of(item)) else item.storage_index.fqn
+    return bool(row_major or target.stride() == array.stride)
