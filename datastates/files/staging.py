@@ -18,7 +18,7 @@ from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.files import samples
 from datastates.files.torch_files import Lazy
 from datastates.saving import gate
-from datastates.saving.snapshot import abandon, begun_later, error_of, fail, wait_free
+from datastates.saving.snapshot import abandon, begun_later, error_of, fail, reach, wait_free
 from datastates.state import arrays, devices, dtensors, subclasses
 from datastates.state import versions as array_versions
 from datastates.state.laziness import is_lazy_by_default
@@ -158,6 +158,10 @@ class Staged:
             changed = samples.differences(self._samples, samples.take(tensors))
         if changed:
             raise TornSnapshotError([self._kept[i][0] for i in changed])
+
+    def captured_elsewhere(self) -> None:
+        """Note that nobody reads the state any more, and that this package does not capture it: torch writes it."""
+        reach(self.snapshot, "captured")
 
     def give_up(self, error: BaseException) -> None:
         """Fail the snapshot and open the gate, as nobody will capture the state."""

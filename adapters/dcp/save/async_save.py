@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause
 from datastates._base.waiting import Flag
-from datastates.adapters.dcp.save import items
+from datastates.adapters.dcp.names import NAME
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.save.global_plan import Planning
+from datastates.adapters.dcp.save.items import Written, boxes_of
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
 from datastates.adapters.shared.guarded import guarded_of
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
-from datastates.executor.make import make_executor
+from datastates.files.boxes import BoxFiles
 from datastates.files.staging import Staged
 from datastates.files.torch_files import Lazy
 from datastates.ranks.board_world import text_of
 from datastates.ranks.world import world_of
 from datastates.saving.engine import Engine
 from datastates.saving.running import Running
-from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location
 
@@ -117,12 +117,11 @@ class Session:
     def __init__(self, writer: DataStatesStorageWriter) -> None:
         """Meet the other ranks in torch's Store."""
         self._writer = writer
-        executor = make_executor(writer.settings)
+        self._files = BoxFiles(writer.settings)
         # one name for all: the store keeps what it has heard of each
         self._world = world_of(None, None, Location("dcp-save"), writer.settings.rank_timeout)
         self._process = os.getpid()
-        self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
-        self._saver = Saver(executor, items.FRAMING)
+        self._engine = Engine(self._files.executor, self._world, threads=IN_FLIGHT, auto_gate=True)
         self._plans = LocalPlans()
         self._planning = Planning(self._world)
         self._order = Order()
@@ -198,7 +197,9 @@ class Session:
             try:
                 plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)
-                running, ending.written = items.begin(self._saver, plan, planner, ending, staged)
+                indices: dict[str, MetadataIndex] = {}
+                running, file = self._files.begin(NAME, boxes_of(plan, planner, indices), staged, ending)
+                ending.written = Written(file, indices)
             except BaseException as error:
                 staged.give_up(error)  # training need not wait until the other ranks have heard of it
                 self._engine.decline(ending, error)

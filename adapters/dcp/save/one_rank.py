@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from datastates._base import log
-from datastates.state.dtensors import is_dtensor
+from datastates.state import dtensors
 
 _SHOWN = 3
 
@@ -24,7 +24,7 @@ def warn_of_plain_tensors(state: Any) -> None:
     """
     if not isinstance(state, dict) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if not any(is_dtensor(value) for value in state.values()):
+    if not any(dtensors.is_dtensor(value) for value in state.values()):
         return
     plain = [
         key

@@ -14,25 +14,22 @@ from typing import Any, Protocol
 from pydantic import Field
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates.adapters.dcp import metadata_file
-from datastates.adapters.dcp.save import items
+from datastates.adapters.dcp.names import NAME
+from datastates.adapters.dcp.save.items import Written, boxes_of
 from datastates.adapters.dcp.save.one_rank import warn_of_plain_tensors
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError, storage_errors
-from datastates.executor.executor import Executor
-from datastates.executor.make import make_executor
+from datastates.files.boxes import BoxFiles
 from datastates.files.staging import Staged, StagedStateDict, is_large, nothing
 from datastates.files.torch_files import Lazy
-from datastates.saving.saver import Saver
-from datastates.saving.snapshot import reach
 from datastates.storage import Location, folders_of, location
 
 
@@ -109,8 +106,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         """Set the attributes that belong to one process."""
         self.session: Closable | None = None
         """The session that :func:`~datastates.adapters.dcp.async_save` keeps between saves; None before the first."""
-        self._executor: Executor | None = None
-        self._file_saver: Saver | None = None
+        self._files: BoxFiles | None = None
         self._staged: Staged | None = None
         self._saver: threading.Thread | None = None
         self._finishes = True
@@ -133,9 +129,9 @@ class DataStatesStorageWriter(FileSystemWriter):
         if (staged := self._staged) is not None:
             staged.wait_begun()
         with self._writing:
-            if self._executor is not None:
-                self._executor.close()
-            self._executor = self._file_saver = None
+            if self._files is not None:
+                self._files.close()
+            self._files = None
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -157,7 +153,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise _taken()
         self._staged = staged = Staged(state_dict, nothing if self.transforms.extensions else self.lazy)
         if self.transforms.extensions and staged.is_copy:
-            reach(staged.snapshot, "captured")
+            staged.captured_elsewhere()
         return staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -257,21 +253,21 @@ class DataStatesStorageWriter(FileSystemWriter):
                     warn_of_plain_tensors(getattr(planner, "state_dict", None))
                 if self.transforms.extensions:
                     written = self._write_by_torch(plan, planner)
-                    reach(staged.snapshot, "captured")
+                    staged.captured_elsewhere()
                     return written
-                ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
-                if self._file_saver is None:
-                    self._executor = make_executor(self.settings)
-                    self._file_saver = Saver(self._executor, items.FRAMING)
-                running, file = items.begin(self._file_saver, plan, planner, ending, staged)
+                if self._files is None:
+                    self._files = BoxFiles(self.settings)
+                indices: dict[str, MetadataIndex] = {}
+                boxes = boxes_of(plan, planner, indices)
+                running, file = self._files.begin_alone(NAME, boxes, staged, self.new_file(plan), self.save_id[:8])
         except BaseException:
             staged.snapshot.exception()  # it is reported by the raise
             raise
         running.run()
         staged.snapshot.wait_committed()
-        folders_of(ending.path).sync_folder(ending.path.parent)
+        folders_of(file.path).sync_folder(file.path.parent)
         written = Future()
-        written.set_result(file.results(staged.snapshot.report.file_nbytes))
+        written.set_result(Written(file, indices).results(staged.snapshot.report.file_nbytes))
         return written
 
     def _write_by_torch(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

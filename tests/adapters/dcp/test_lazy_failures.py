@@ -152,7 +152,7 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path, way: str) -> None:
             assert save.snapshot.persisted
         save.wait()
         same(loaded(tmp_path / str(number), state), state)
-    assert writer._executor is None
+    assert writer._files is None
     writer.close()
 
 

@@ -237,9 +237,9 @@ def test_a_file_that_is_gone_is_not_made_a_checkpoint(
     results = Written.results
 
     def swept(self: Written, nbytes: int) -> Any:
-        os.unlink(self.path)
+        os.unlink(self.file.path)
         if now is not None:
-            Path(self.path).write_bytes(now)
+            Path(self.file.path).write_bytes(now)
         return results(self, nbytes)
 
     with monkeypatch.context() as patched:
