@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datastates.saving.gate import pass_all
+from datastates.saving import gate as of_snapshots
 
 __all__ = ["gate"]
 
@@ -13,4 +13,4 @@ def gate() -> None:
     Call it before an update that is not an optimizer's step, such as a swap of the weights with their average. It waits
     for the capture only, as :meth:`Checkpointer.gate() <datastates.Checkpointer.gate>` does for one checkpointer.
     """
-    pass_all()
+    of_snapshots.pass_all()

@@ -13,11 +13,12 @@ import torch
 
 from datastates._base import log
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.save import Save, every, pending_of, sweep
+from datastates.adapters.deepspeed.save import Save, every, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.errors import CommitError, FormatError
 from datastates.files import torch_loads
+from datastates.files.hidden import HiddenFile
 from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
@@ -167,15 +168,15 @@ class CheckpointEngine:
         save = self._opened or Save("alone", "", SoloWorld())
         final = Path(path).absolute()
         unguarded = unguarded_storages(self._context[0].module) if self._context else frozenset()
-        lazy, pending = _lazy_in(state_dict, unguarded), pending_of(final)
+        lazy = _lazy_in(state_dict, unguarded)
+        file = HiddenFile(final, name=f".{final.name}")  # DeepSpeed's patterns do not match it
         try:
-            pending.begin()
+            file.begin()
             kind = final.name.removesuffix(".pt")
-            taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
-            save.add(taken, pending, final)
+            save.add(self._files.write(kind, state_dict, file.written, lazy, attempt=save.attempt), file)
         except BaseException:
-            if not save.has(pending):
-                self._files.give_up(pending)
+            if not save.has(file):
+                self._files.give_up(file)
             raise
         if self._opened is None:
             save.end()

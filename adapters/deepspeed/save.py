@@ -5,29 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from datastates._base import log
-from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import HIDDEN, hidden
-from datastates.commit.pending import Pending, publish_files
-from datastates.files import in_flight, looks
+from datastates.files import hidden, in_flight, looks
+from datastates.files.hidden import HiddenFile
 from datastates.files.transaction import Transaction
 from datastates.ranks.world import World, settle
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location, folders_of
-
-
-def pending_of(final: Path, room: Path | None = None) -> Pending:
-    """Plan a hidden folder for the file ``final``. Its ``files[0]`` is the path in it to write to.
-
-    ``room`` is the folder that holds it, on the file system of ``final``; None: the folder of ``final``.
-    """
-    pending = Pending(hidden(Location((room or final.parent) / final.name)))
-    pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
-    return pending
 
 
 def every() -> list[Save]:
@@ -56,22 +43,10 @@ def sweep(root: Path) -> None:
         return
     for folder in folders:
         try:
-            tier_of(Location(folder)).sweep(HIDDEN)
+            hidden.sweep(folder)
         except OSError as error:  # this rank must not fail for that, as the others go on
             if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
                 log.warning("debris of an interrupted run could not be removed: %s", error)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _File:
-    snapshot: Snapshot
-    pending: Pending
-    final: Path
-
-    @property
-    def partial(self) -> Path:
-        """The path at which the file is written, before it gets its name."""
-        return Path(self.pending.files[0])
 
 
 class Save(Transaction):
@@ -103,7 +78,7 @@ class Save(Transaction):
         self._vote = name
         self._latest = root / "latest" if root is not None and latest else None
         self._world = world
-        self._files: list[_File] = []
+        self._files: dict[HiddenFile, Snapshot] = {}
         self._old_are_gone = False
 
     # --- for users
@@ -111,7 +86,7 @@ class Save(Transaction):
     @property
     def snapshots(self) -> dict[Path, Snapshot]:
         """The snapshots of this rank's files. *Committed* means that the file is on stable storage."""
-        return {file.final: file.snapshot for file in self._files}
+        return {Path(file.final): snapshot for file, snapshot in self._files.items()}
 
     @property
     def reports(self) -> dict[Path, Report]:
@@ -125,14 +100,14 @@ class Save(Transaction):
 
     # --- for the checkpoint engine
 
-    def add(self, snapshot: Snapshot, pending: Pending, final: Path) -> None:
-        """Add a file, which is written in the folder of ``pending``."""
-        self._files.append(_File(snapshot, pending, final))
+    def add(self, snapshot: Snapshot, file: HiddenFile) -> None:
+        """Add a file, which is being written."""
+        self._files[file] = snapshot
         self.written.append(snapshot)
 
-    def has(self, pending: Pending) -> bool:
-        """Whether the file in a folder was added."""
-        return any(file.pending is pending for file in self._files)
+    def has(self, file: HiddenFile) -> bool:
+        """Whether a file was added."""
+        return file in self._files
 
     def hide(self) -> None:
         """Once the checkpoint is under way, let code of this process that looks at it wait for its end."""
@@ -149,16 +124,16 @@ class Save(Transaction):
             self._name_together(failure)
         except BaseException:
             for file in self._files:
-                if self._old_are_gone and file.partial.exists():
-                    log.warning("%s is kept: what it was to replace has been removed", file.partial)
-                    file.pending.close()
+                if self._old_are_gone and folders_of(file.written).exists(file.written):
+                    log.warning("%s is kept: what it was to replace has been removed", file.written)
+                    file.close()
                 else:
-                    file.pending.abandon()
+                    file.abandon()
             raise
 
     def _name_together(self, failure: BaseException | None) -> None:
-        replaced: list[_File] = []
-        looked = self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists()))
+        replaced: list[HiddenFile] = []
+        looked = self._attempt(lambda: replaced.extend(f for f in self._files if folders_of(f.final).exists(f.final)))
         folders = {file.final.parent for file in self._files}
         if self._agree("written", failure or looked, bool(replaced)):
             # otherwise a crash between two renames would leave a mixture of two checkpoints
@@ -173,18 +148,18 @@ class Save(Transaction):
             return error
         return None
 
-    def _remove_old(self, folders: Iterable[Path]) -> None:
+    def _remove_old(self, folders: Iterable[Location]) -> None:
         for file in self._files:
-            folders_of(final := Location(file.final)).remove(final, missing_ok=True, operation="unlink")
+            folders_of(file.final).remove(file.final, missing_ok=True, operation="unlink")
         for folder in folders:
-            folders_of(place := Location(folder)).sync_folder(place)
+            folders_of(folder).sync_folder(folder)
 
-    def _rename(self, folders: Iterable[Path]) -> None:
-        publish_files([(file.pending.files[0], Location(file.final)) for file in self._files], replace=True)
+    def _rename(self, folders: Iterable[Location]) -> None:
+        hidden.publish(self._files)
         for folder in {folder.parent for folder in folders}:  # some of the folders are new
-            folders_of(place := Location(folder)).sync_folder(place)
+            folders_of(folder).sync_folder(folder)
         for file in self._files:
-            file.pending.abandon()
+            file.abandon()
 
     def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
         """Agree with all ranks that none has failed; returns whether any of them raised its flag.
@@ -204,11 +179,10 @@ class Save(Transaction):
 def _write_latest(latest: Path, tag: str) -> None:
     """Let ``latest`` name a tag, atomically: whatever happens, it names the old tag or the new one."""
     # who counts the folders beside ``latest`` counts checkpoints
-    pending = pending_of(latest, latest.parent / tag)
+    file = HiddenFile(latest, room=latest.parent / tag, name=f".{latest.name}")
     try:
-        pending.begin()
-        (new,) = pending.files
-        folders_of(new).create(new, tag.encode())
-        publish_files([(new, Location(latest))], replace=True)
+        file.begin()
+        folders_of(file.written).create(file.written, tag.encode())
+        hidden.publish([file])
     finally:
-        pending.abandon()
+        file.abandon()

@@ -15,11 +15,9 @@ from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters.lightning import asking
 from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.commit.directory_tier import tier_of
-from datastates.commit.names import HIDDEN, hidden
-from datastates.commit.pending import Pending, publish_files
 from datastates.errors import StorageError
-from datastates.files import looks, torch_loads
+from datastates.files import hidden, looks, torch_loads
+from datastates.files.hidden import HiddenFile
 from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FileOptions, FileSettings
 from datastates.files.torch_files import Lazy, TorchFiles
@@ -142,23 +140,22 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         folders_of(home).make_folder(home)
         if final.parent not in self._swept:
             self._swept.add(final.parent)
-            tier_of(home).sweep(HIDDEN)
-        pending = Pending(hidden(home / final.name))
-        partial = pending.file(final.name)
+            hidden.sweep(home)
+        file = HiddenFile(final)
 
         def publish(failure: BaseException | None) -> None:
             try:
                 if failure is not None:
                     raise failure
-                publish_files([(partial, Location(final))], replace=True)
+                hidden.publish([file])
             finally:
-                pending.abandon()
+                file.abandon()
 
         save = self.files.transaction(_called(final), publish)
         save.shown = looks.whole(final, save.see)
-        with self.files.ending(save, pending, alone=True):
-            pending.begin()
-            save.written.append(self.files.write("checkpoint", checkpoint, partial, self.lazy or _guarded()))
+        with self.files.ending(save, file, alone=True):
+            file.begin()
+            save.written.append(self.files.write("checkpoint", checkpoint, file.written, self.lazy or _guarded()))
             in_flight = {path: one for path, one in self.snapshots.items() if not has_ended(one)}
             self.snapshots = in_flight | {final: save.written[0]}
 

@@ -16,9 +16,8 @@ from datastates._base import log
 from datastates.adapters.shared import naming, small_files
 from datastates.adapters.shared.sharded_folders import ShardedFolders
 from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
-from datastates.commit.names import hidden
-from datastates.commit.pending import Pending
 from datastates.files import looks
+from datastates.files.hidden import HiddenFolder
 from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FolderSettings
 from datastates.files.torch_files import Lazy, TorchFiles
@@ -92,8 +91,8 @@ class FolderCheckpoints:
             room = room or target.parent
             world = self._prepare(room, target)
         looks.finish(target)  # this checkpoint replaces the contents that the folder has then
-        pending = Pending(hidden(Location(room / target.name)), world.token(name))
-        staged = Path(pending.directory / target.name)
+        pending = HiddenFolder(target.name, room, world.token(name))
+        staged = Path(pending.written)
         before: naming.Contents = {}
 
         def publish(votes: dict[int, bytes]) -> bytes:

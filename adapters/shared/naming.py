@@ -16,9 +16,9 @@ from pathlib import Path
 
 from datastates._base import log
 from datastates.commit import trial
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import LOCK, stem_of_partial
 from datastates.errors import CommitError
+from datastates.files import hidden
 from datastates.storage import Location, folders_of
 from datastates.storage.local import opened
 
@@ -60,8 +60,8 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     refuse(final)
     home = Location(final.parent)
     folders_of(home).make_folder(home)
-    hidden = Location(staged.parent)
-    trial.refuse_loss_in(hidden, folders_of(hidden).look(hidden))
+    holder = Location(staged.parent)
+    trial.refuse_loss_in(holder, folders_of(holder).look(holder))
     old, kept = staged.with_name(_OLD) / final.name, before
     if final.exists():
         kept = _keep(final, staged, before, replace=replace)
@@ -92,14 +92,14 @@ def clear(staged: Path, home: Path) -> None:
 
     Other files in the hidden folder, written by code that was given its path, move to ``home``.
     """
-    hidden = staged.parent
+    holder = staged.parent
     ours = {staged.name, _OLD, f"{_OLD}.copy", LOCK}
-    for name in (name for name in os.listdir(hidden) if name not in ours and not name.startswith(trial.PREFIX)):
-        if (hidden / name).is_dir():
-            _keep(hidden / name, home / name, {}, replace=False)
+    for name in (name for name in os.listdir(holder) if name not in ours and not name.startswith(trial.PREFIX)):
+        if (holder / name).is_dir():
+            _keep(holder / name, home / name, {}, replace=False)
         else:
-            os.replace(hidden / name, home / name)
-    shutil.rmtree(hidden, ignore_errors=True)
+            os.replace(holder / name, home / name)
+    shutil.rmtree(holder, ignore_errors=True)
 
 
 def numbered(name: str) -> re.Pattern[str]:
@@ -125,12 +125,11 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
         home: The folder of the finished checkpoints.
     """
     try:
-        tier = tier_of(Location(room))
-        for left in map(Path, tier.debris(names)):
+        for left in map(Path, hidden.debris(room, names)):
             for old in (left / _OLD).glob("*"):
                 if (left / old.name).exists():  # the run ended before the new one had the name
                     _put_back(old, home / old.name)
-        tier.sweep(names)
+        hidden.sweep(room, names)
     except OSError as error:  # this rank must not fail for that, as the others go on
         log.warning("debris of an interrupted run could not be removed: %s", error)
 

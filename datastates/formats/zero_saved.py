@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datastates._base.cached import cached_property
+from datastates.config import IoSettings
 from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
+from datastates.executor.make import make_executor
 from datastates.formats.deepspeed import model_file
 from datastates.formats.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
+from datastates.restoring.meeting import Meeting
+from datastates.restoring.request import RestoreRequest
+from datastates.restoring.restore import Restore
+from datastates.restoring.restored import Restored
 from datastates.state.flat_layout import Name
+from datastates.state.provider import StateProvider
 from datastates.state.shards import ArrayRef
 from datastates.storage import Location, store_of
 
@@ -150,6 +157,11 @@ class SavedZero:
         module: Mapping[str, Any] = self._model.structure["module"]
         return module
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor of the module; None if the name is of something else."""
+        found = self.module.get(name)
+        return found.shape if isinstance(found, ArrayRef) else None
+
     @property
     def buffer_names(self) -> frozenset[str]:
         """Names of the module's buffers."""
@@ -202,6 +214,24 @@ class SavedZero:
         """The checkpoint as logical tensors, for the providers :data:`OPTIMIZER` and, if needed, :data:`FROZEN`."""
         sections = [self._optimizer] if self._frozen is None else [self._optimizer, self._frozen]
         return ZeroFiles(self.path, self.ranks, sections)
+
+    def restore(
+        self, meeting: Meeting, settings: IoSettings, described: Callable[[], Sequence[StateProvider]]
+    ) -> Restored:
+        """Restore providers, on all ranks together. Every class is trusted.
+
+        Args:
+            meeting: The ranks.
+            settings: The settings for reading.
+            described: Makes the providers; all ranks go on, or none.
+
+        Raises:
+            CorruptError: Contents do not match their checksum; the message names them. The state is spoilt then.
+            RestoreError: The checkpoint does not fit the providers. Nothing has been changed.
+        """
+        stored, providers = meeting.together("describe", lambda: (self.stored(), described()))
+        request = RestoreRequest(trust="all")
+        return Restore(stored, providers, lambda nbytes: make_executor(settings, nbytes), meeting, request).run()
 
     def plain(self, name: Name) -> Mapping[str, object]:
         """The states of a parameter that are no arrays, from the rank that had its first element."""

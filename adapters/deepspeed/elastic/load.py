@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,10 @@ from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
 from datastates.adapters.deepspeed.save import wait_for_every
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.errors import RestoreError
-from datastates.executor.make import make_executor
-from datastates.formats.zero_saved import SavedZero
+from datastates.formats import zero_saved
 from datastates.ranks.world import world_of
-from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
-from datastates.restoring.request import RestoreRequest
-from datastates.restoring.restore import Restore
 from datastates.saving import gate
-from datastates.state.provider import StateProvider
-from datastates.state.shards import ArrayRef
 from datastates.storage import Location, location
 
 
@@ -101,11 +95,11 @@ def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | Non
     return meeting.settle("tag", (wish or "").encode, decide).decode() or None
 
 
-def _open(meeting: Meeting, engine: Any, path: Location, *, strict: bool) -> tuple[LiveZero, SavedZero]:
+def _open(meeting: Meeting, engine: Any, path: Location, *, strict: bool) -> tuple[LiveZero, zero_saved.SavedZero]:
     """Open engine and checkpoint, and compare their kinds and modules; all ranks go on, or none."""
 
-    def compared() -> tuple[LiveZero, SavedZero]:
-        live, saved = LiveZero(engine), SavedZero(path)
+    def compared() -> tuple[LiveZero, zero_saved.SavedZero]:
+        live, saved = LiveZero(engine), zero_saved.SavedZero(path)
         if (live.stage == 3) != (saved.stage == 3):
             raise RestoreError(f"{path} was saved with ZeRO-{saved.stage}, the engine has ZeRO-{live.stage}")
         _compare_modules(engine, saved, strict=strict)
@@ -114,7 +108,7 @@ def _open(meeting: Meeting, engine: Any, path: Location, *, strict: bool) -> tup
     return meeting.together("open", compared)
 
 
-def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
+def _compare_modules(engine: Any, saved: zero_saved.SavedZero, *, strict: bool) -> None:
     live, stored = engine.module.state_dict(), saved.module
     missing = [name for name in live if name not in stored] if strict else []
     unexpected = [name for name in stored if name not in live] if strict else []
@@ -122,9 +116,9 @@ def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
     compared = live.keys() & (stored.keys() if saved.stage < 3 else saved.buffer_names)
     mismatched = {}
     for name in sorted(compared):
-        ref, shape = stored.get(name), getattr(live[name], "shape", None)
-        if isinstance(ref, ArrayRef) and shape is not None and ref.shape != tuple(shape):
-            mismatched[name] = f"shape {ref.shape} in the checkpoint, {tuple(shape)} in the module"
+        there, shape = saved.shape(name), getattr(live[name], "shape", None)
+        if there is not None and shape is not None and there != tuple(shape):
+            mismatched[name] = f"shape {there} in the checkpoint, {tuple(shape)} in the module"
     if missing or unexpected or mismatched:
         parts = [f"the checkpoint lacks {', '.join(map(repr, missing[:8]))}"] if missing else []
         parts += [f"the module lacks {', '.join(map(repr, unexpected[:8]))}"] if unexpected else []
@@ -137,19 +131,12 @@ def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
         )
 
 
-def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepSpeedSettings) -> None:
-    def described() -> tuple[Stored, list[StateProvider]]:
+def _restore(meeting: Meeting, live: LiveZero, saved: zero_saved.SavedZero, settings: DeepSpeedSettings) -> None:
+    def described() -> Sequence[Any]:
         frozen = [live.frozen_provider()] if saved.has_frozen else []
-        return saved.stored(), [live.provider(), *frozen]
+        return [live.provider(), *frozen]
 
-    stored, providers = meeting.together("describe", described)
-    result = Restore(
-        stored,
-        providers,
-        lambda nbytes: make_executor(settings, nbytes),
-        meeting,
-        RestoreRequest(trust="all"),
-    ).run()
+    result = saved.restore(meeting, settings, described)
     # before DeepSpeed's collectives
     plain = meeting.together("plain", lambda: [saved.plain(share.scalar_source) for share in live.shares])
     for share, states in zip(live.shares, plain, strict=True):
@@ -161,7 +148,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
 
 
 @contextlib.contextmanager
-def _handing_over(engine: Any, live: LiveZero, saved: SavedZero) -> Iterator[None]:
+def _handing_over(engine: Any, live: LiveZero, saved: zero_saved.SavedZero) -> Iterator[None]:
     """Let DeepSpeed find the checkpoint as if as many ranks as there are now had saved it."""
     model = str(saved.model_path(live.rank % saved.ranks))
     own = engine.checkpoint_engine
@@ -181,7 +168,7 @@ class _AsSavedHere:
     derives the same things from it as from a loaded file.
     """
 
-    def __init__(self, own: Any, model: str, live: LiveZero, saved: SavedZero) -> None:
+    def __init__(self, own: Any, model: str, live: LiveZero, saved: zero_saved.SavedZero) -> None:
         self._own = own
         self._model = model
         self._live = live

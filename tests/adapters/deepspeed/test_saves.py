@@ -21,6 +21,7 @@ from datastates._base import faults
 from datastates.config import IoSettings
 from datastates.errors import CommitError, FormatError, StorageError
 from datastates.executor.make import make_executor
+from datastates.files.hidden import HiddenFile
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
@@ -59,9 +60,10 @@ def give(engine: Engine, write_file: Any) -> Give:
 
     def add(save: Any, final: Path, value: float) -> None:
         final.parent.mkdir(exist_ok=True)
-        pending = saves.pending_of(final).begin()
+        file = HiddenFile(final)
+        file.begin()
         content = {"a": torch.full((5,), value)}
-        save.add(write_file(pending.files[0], content, engine=engine, attempt=save.attempt), pending, final)
+        save.add(write_file(file.written, content, engine=engine, attempt=save.attempt), file)
 
     return add
 
@@ -144,7 +146,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
 def test_folders_that_cannot_be_listed_hold_no_debris(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = saves.pending_of(tmp_path / "tag" / "a.pt").begin()
+    left = HiddenFile(tmp_path / "tag" / "a.pt").begin()
     left.close()
     listdir = os.listdir
 
