@@ -24,7 +24,7 @@ from datastates.adapters.shared.folders import FolderCheckpoints, refuse_to_atta
 from datastates.adapters.shared.guarded import guarded_of, is_optimizer_state
 from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.shared.tried import warn_of_untried
-from datastates.files.in_flight import wait_for_all
+from datastates.files import in_flight
 from datastates.files.settings import FolderOptions, FolderSettings
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import location
@@ -103,7 +103,7 @@ class TrainerCheckpoints(FolderCheckpoints):
 
     def _train(self, stock: Function, *words: Any, **options: Any) -> Any:
         """Replaces ``Trainer.train``, which looks for checkpoints first. Its caller may look once it has raised."""
-        wait_for_all()
+        in_flight.wait_for_all()
         try:
             return stock(*words, **options)
         finally:

@@ -16,9 +16,8 @@ from datastates.adapters.lightning import asking
 from datastates.adapters.shared.guarded import unguarded_storages
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.errors import StorageError
-from datastates.files import hidden, looks, torch_loads
+from datastates.files import hidden, in_flight, looks, torch_loads
 from datastates.files.hidden import HiddenFile
-from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FileOptions, FileSettings
 from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.formats import own
@@ -178,7 +177,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             FormatError: The file is one of this package's, and damaged.
             TrustError: The file holds an object of a class that is not trusted.
         """
-        wait_for_all()
+        in_flight.wait_for_all()
         file = _file(path)
         if file is None or not file.exists() or not own.has_ending(Location(file)):
             return super().load_checkpoint(path, map_location, weights_only)

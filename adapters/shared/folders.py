@@ -16,9 +16,8 @@ from datastates._base import log
 from datastates.adapters.shared import naming, small_files
 from datastates.adapters.shared.sharded_folders import ShardedFolders
 from datastates.adapters.shared.stand_ins import Function, instead_of, standing_in
-from datastates.files import looks
+from datastates.files import in_flight, looks
 from datastates.files.hidden import HiddenFolder
-from datastates.files.in_flight import wait_for_all
 from datastates.files.settings import FolderSettings
 from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.ranks.world import World, settle, world_of
@@ -243,7 +242,7 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
 
 
 def _wait_and_call(stock: Function, *words: Any, **options: Any) -> Any:
-    wait_for_all()  # loading copies over the state, and the last folder may not have its name yet
+    in_flight.wait_for_all()  # loading copies over the state, and the last folder may not have its name yet
     return stock(*words, **options)
 
 

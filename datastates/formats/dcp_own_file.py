@@ -23,7 +23,7 @@ class OwnFile:
         """Find the arrays of the wanted items in an opened container."""
         self.source = source
         shards, records = source.index.shards, source.index.records
-        offset = np.unique(np.array([one.offset for one in wanted if one.offset >= 0], np.uint64))
+        offset = np.unique(np.array([one.place[0] for one in wanted if one.place[0] >= 0], np.uint64))
         # the first record whose data ends at or after the offset
         record = np.searchsorted(records.data_offset + records.nbytes, offset, "left")
         exists = record < len(records)
@@ -54,18 +54,18 @@ class OwnFile:
         row = self._row(wanted)
         if row.kind != "numpy":
             return queue_box(reads, self.source, row, wanted)
-        data = np.empty(wanted.length, np.uint8)
-        reads.add_memory(self.source, wanted.offset, arrays.memory(data))
+        data = np.empty(wanted.place[1], np.uint8)
+        reads.add_memory(self.source, wanted.place[0], arrays.memory(data))
         return lambda: wanted.take(io.BytesIO(data.tobytes()))
 
     def _row(self, wanted: Wanted) -> Row:
         """The array at the item's place, where its archive or its bare bytes begin."""
-        rows = self._rows.get(wanted.offset, [])
+        rows = self._rows.get(wanted.place[0], [])
         for row in rows:
             # the pickled bytes of an object, or of a tensor that consists of others
             alike = row.kind == "numpy" or (not wanted.is_bytes and row.box == wanted.begin)
             if alike and wanted.is_stored_as(row.key):
                 return row
         there = f"{rows[0].key!r} of {rows[0].box}" if rows else "nothing"
-        where = f"at byte {wanted.offset}, where {wanted.name} should be"
+        where = f"at byte {wanted.place[0]}, where {wanted.name} should be"
         raise FormatError(f"{self.source.path} holds {there} {where}: it is another file")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from datastates._base import gc_pause
 from datastates.config import IoSettings
@@ -18,8 +17,6 @@ from datastates.formats.dcp_wanted import ClaimedMemory, Wanted
 from datastates.reading.reads import Reads, Tally
 from datastates.storage import Location, store_of
 
-_Wanted = TypeVar("_Wanted", bound=Wanted)
-
 
 class PlacedReads:
     """One load: :meth:`add` items, :meth:`read` them all, and :meth:`hand_over`. Not thread-safe."""
@@ -31,8 +28,8 @@ class PlacedReads:
         self._stock: list[StockFile] = []
         self._ends: list[Callable[[], None]] = []
 
-    def add(self, path: Location, wanted: Sequence[_Wanted]) -> list[_Wanted]:
-        """Plan to read items of a file; returns those that torch's own code must read.
+    def add(self, path: Location, wanted: Sequence[Wanted]) -> list[int]:
+        """Plan to read items of a file; returns the numbers of those that torch's own code must read.
 
         Raises:
             FormatError: The file holds something else, or is cut short or damaged; the message names it.
@@ -46,20 +43,15 @@ class PlacedReads:
         else:
             file = StockFile(path, store_of(path).length(path), wanted, self._claims)
             self._stock.append(file)
-        left = []
-        for one in wanted:
-            end = file.queue(self._reads, one)
-            if end is None:
-                left.append(one)
-            else:
-                self._ends.append(end)
-        return left
+        ends = [file.queue(self._reads, one) for one in wanted]
+        self._ends += filter(None, ends)
+        return [number for number, end in enumerate(ends) if end is None]
 
     def _open(self, path: Location, wanted: Sequence[Wanted]) -> Container | None:
         """Open a file of this package; None for one of torch's."""
         nbytes = store_of(path).length(path)
-        last = max(wanted, key=lambda one: one.offset + one.length)
-        if (end := last.offset + last.length) > nbytes:
+        last = max(wanted, key=lambda one: sum(one.place))
+        if (end := sum(last.place)) > nbytes:
             raise FormatError(
                 f"{path} has {nbytes} bytes and should have {end}, where {last.name} ends: it was cut short"
             )

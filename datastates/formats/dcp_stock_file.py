@@ -67,7 +67,7 @@ class StockFile(RecordFile):
         """
         self._claims = claims
         self._whole: list[tuple[int, Any]] = []
-        plain = {(one.offset, one.length): one for one in wanted if not one.is_transformed}
+        plain = {one.place: one for one in wanted if not one.is_transformed}
         self.path = path
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
         super().__init__(path, nbytes, [record for _, record in found])
@@ -111,7 +111,7 @@ class StockFile(RecordFile):
         """
         import torch
 
-        number = self._numbers.get((wanted.offset, wanted.length))
+        number = self._numbers.get(wanted.place)
         if number is None or wanted.is_transformed:
             return None
         record = self.records[number]

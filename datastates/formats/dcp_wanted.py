@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datastates.container.table import Row
@@ -16,48 +15,37 @@ from datastates.state import arrays
 from datastates.state.strides import span
 
 
-class Wanted(ABC):
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
     """An item: a box of a stored tensor, or bytes, and its place in a file by the checkpoint's metadata.
 
     Attributes:
         name: Its stored part, for messages.
         key: The name of its stored part within a file of torch's own writer.
-        offset: The place in the file.
-        length: The bytes at that place.
+        place: Offset and length of its stored part in the file.
         is_bytes: Whether it is bytes, not a tensor.
         is_transformed: Whether extensions of torch have transformed the bytes.
         begin: First index of the stored part in its logical tensor.
         within: First index of the box in the stored part.
         lengths: The shape of the box.
+        is_stored_as: Whether a container's key names the stored part.
+        target: Gives the torch tensor that the box is read into; raises ValueError if it has another shape.
+        filled: Called once the box has been read into that tensor.
+        take: Takes the bytes, or the pickled tensor that has the box; raises FormatError if it cannot be read.
     """
-
-    __slots__ = ("begin", "is_bytes", "is_transformed", "key", "length", "lengths", "name", "offset", "within")
 
     name: str
     key: str
-    offset: int
-    length: int
+    place: tuple[int, int]
     is_bytes: bool
     is_transformed: bool
     begin: tuple[int, ...]
     within: tuple[int, ...]
     lengths: tuple[int, ...]
-
-    @abstractmethod
-    def is_stored_as(self, key: str) -> bool:
-        """Whether a container's key names the stored part."""
-
-    @abstractmethod
-    def target(self) -> Any:
-        """The torch tensor that the box is read into; raises ValueError if it has another shape."""
-
-    @abstractmethod
-    def filled(self, target: Any) -> None:
-        """Note that the box has been read into its tensor."""
-
-    @abstractmethod
-    def take(self, data: io.BytesIO) -> None:
-        """Take the bytes, or the pickled tensor that the box is a part of; raises FormatError if it cannot be read."""
+    is_stored_as: Callable[[str], bool]
+    target: Callable[[], Any]
+    filled: Callable[[Any], None]
+    take: Callable[[io.BytesIO], None]
 
 
 def is_memory(target: Any, dtype: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import partial
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -15,52 +16,45 @@ from datastates.errors import FormatError
 from datastates.formats.dcp_wanted import Wanted
 
 
-class PlannedItem(Wanted):
-    """An item of a plan, at its place from the checkpoint's metadata; the planner names its tensor."""
+def name_of(item: ReadItem) -> str:
+    """The name of the item's stored part in messages."""
+    begin = tuple(item.storage_index.offset or ())
+    return f"{item.storage_index.fqn!r}" + (f" of {begin}" if any(begin) else "")
 
-    __slots__ = ("_planner", "item")
 
-    def __init__(self, item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> None:
-        """Describe the item."""
-        index = item.storage_index
-        self.item, self._planner = item, planner
-        self.begin = tuple(index.offset or ())
-        is_first = not any(self.begin)
-        self.name = f"{index.fqn!r}" + ("" if is_first else f" of {self.begin}")
-        self.key = index.fqn if is_first else key_of_chunk(index)
-        self.offset, self.length = place.offset, place.length
-        self.is_bytes, self.is_transformed = item.type == LoadItemType.BYTE_IO, bool(place.transform_descriptors)
-        self.within, self.lengths = tuple(item.storage_offsets), tuple(item.lengths)
+def wanted_of(item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> Wanted:
+    """An item at its place from the checkpoint's metadata. The planner names its tensor, or takes its bytes."""
+    index, begin = item.storage_index, tuple(item.storage_index.offset or ())
+    is_bytes = item.type == LoadItemType.BYTE_IO
+    return Wanted(
+        name_of(item),
+        key_of_chunk(index) if any(begin) else index.fqn,
+        (place.offset, place.length),
+        is_bytes,
+        bool(place.transform_descriptors),
+        begin,
+        tuple(item.storage_offsets),
+        tuple(item.lengths),
+        partial(is_key_of, index=index),
+        partial(_target, planner, item),
+        partial(planner.commit_tensor, item),
+        partial(planner.load_bytes if is_bytes else partial(_take_pickled, planner), item),
+    )
 
-    def is_stored_as(self, key: str) -> bool:
-        """Whether a container's key names the stored part."""
-        return is_key_of(key, self.item.storage_index)
 
-    def target(self) -> torch.Tensor:
-        """The tensor that the item is read into; raises ValueError if it has another shape."""
-        target = self._planner.resolve_tensor(self.item).detach()
-        if target.shape != self.item.lengths:
-            raise ValueError(f"{self.name}: {self.lengths} of it go to a tensor of shape {tuple(target.shape)}")
-        return target
+def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != item.lengths:
+        raise ValueError(f"{name_of(item)}: {tuple(item.lengths)} of it go to a tensor of shape {tuple(target.shape)}")
+    return target
 
-    def filled(self, target: torch.Tensor) -> None:
-        """Tell the planner that the item has been read."""
-        self._planner.commit_tensor(self.item, target)
 
-    def take(self, data: io.BytesIO) -> None:
-        """Take bytes, or copy the part that the item is of a pickled tensor, by the code of its class, as torch does.
-
-        Raises:
-            FormatError: torch does not know the tensor's class; the message names the item and the class.
-            ValueError: The tensor has another shape than the item.
-        """
-        if self.is_bytes:
-            self._planner.load_bytes(self.item, data)
-            return
-        try:
-            tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise FormatError(f"{self.name} cannot be read: {error}") from error
-        target = self.target()
-        target.copy_(narrow_tensor_by_index(tensor, self.item.storage_offsets, self.item.lengths))
-        self.filled(target)
+def _take_pickled(planner: LoadPlanner, item: ReadItem, data: io.BytesIO) -> None:
+    """Copy the part that an item wants of a pickled tensor, by the code of its class, as torch's reader does."""
+    try:
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch does not know the class
+        raise FormatError(f"{name_of(item)} cannot be read: {error}") from error
+    target = _target(planner, item)
+    target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+    planner.commit_tensor(item, target)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
-from datastates.adapters.dcp.load.read_items import PlannedItem
+from datastates.adapters.dcp.load.read_items import name_of, wanted_of
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import FormatError
@@ -105,30 +105,33 @@ class DataStatesStorageReader(FileSystemReader):
         foreign = self._queue(reads, plan, planner)
         self.tally = reads.read(self.settings)
         reads.hand_over()
-        for one in foreign:
-            self._read_by_torch(plan, one, planner)
+        for item in foreign:
+            self._read_by_torch(plan, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @gc_pause.paused()
-    def _queue(self, reads: PlacedReads, plan: LoadPlan, planner: LoadPlanner) -> list[PlannedItem]:
+    def _queue(self, reads: PlacedReads, plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
         """Queue the reads of a plan's items; returns those that torch's own code must read."""
-        names: dict[str, list[PlannedItem]] = {}
+        names: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            names.setdefault(place.relative_path, []).append(PlannedItem(item, place, planner))
-        files: dict[Location, list[PlannedItem]] = {}
-        for name, wanted in names.items():  # a file may have several names, as x and ./x
-            files.setdefault(Location(self.path) / name, []).extend(wanted)
-        return [one for path, wanted in files.items() for one in reads.add(path, wanted)]
+            names.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        files: dict[Location, list[ReadItem]] = {}
+        for name, items in names.items():  # a file may have several names, as x and ./x
+            files.setdefault(Location(self.path) / name, []).extend(items)
+        foreign: list[ReadItem] = []
+        for path, items in files.items():
+            wanted = [wanted_of(item, self.storage_data[item.storage_index], planner) for item in items]
+            foreign += [items[number] for number in reads.add(path, wanted)]
+        return foreign
 
-    def _read_by_torch(self, plan: LoadPlan, one: PlannedItem, planner: LoadPlanner) -> None:
+    def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
         """Let torch read the whole stored part of an item; an error names the item."""
         try:
-            super().read_data(dataclasses.replace(plan, items=[one.item]), planner)
+            super().read_data(dataclasses.replace(plan, items=[item]), planner)
         except (OSError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            path = Location(self.path) / self.storage_data[one.item.storage_index].relative_path
-            raise FormatError(f"{one.name} in {path} cannot be read: {type(error).__name__}: {error}") from error
+            path = Location(self.path) / self.storage_data[item.storage_index].relative_path
+            raise FormatError(f"{name_of(item)} in {path} cannot be read: {type(error).__name__}: {error}") from error
