@@ -15,7 +15,7 @@ from datastates.state import arrays
 from datastates.state.strides import span
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: a load makes one for each item
 class Wanted:
     """An item: a box of a stored tensor, or bytes, and its place in a file by the checkpoint's metadata.
 

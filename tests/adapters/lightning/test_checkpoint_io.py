@@ -17,22 +17,13 @@ from datastates import _native
 from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
 from datastates.files import looks
 from datastates.files.transaction import Transaction
+from datastates.testing.provider_tests import difference
 
 torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
 # Lightning's warnings about loaders, accelerators and existing checkpoints are not tested here
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return bool(torch.equal(found, expected))
-    if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same(found[k], v) for k, v in expected.items())
-    if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
 
 
 def test_the_files_are_those_that_lightning_writes(training: ModuleType, io: Any, tmp_path: Path) -> None:
@@ -43,16 +34,15 @@ def test_the_files_are_those_that_lightning_writes(training: ModuleType, io: Any
     expected, found = (torch.load(path, weights_only=True) for path in (stock, ours))
     for checkpoint in (expected, found):
         checkpoint.pop("callbacks")  # it holds the path
-    assert same(found, expected)
-    assert type(found["state_dict"]) is type(expected["state_dict"])
+    assert difference(found, expected) is None
     # Lightning without this package resumes from its file, and with this package from Lightning's own
     ends = []
     for path, plugin in ((ours, None), (stock, io)):
         module = training.Module()
         training.trainer(tmp_path / f"again-{len(ends)}", 12, plugin).fit(module, training.data(), ckpt_path=path)
         ends.append(dict(module.state_dict()))
-    assert same(ends[0], ends[1])
-    assert same(dict(training.Module.load_from_checkpoint(ours).state_dict()), dict(found["state_dict"]))
+    assert difference(ends[0], ends[1]) is None
+    assert difference(dict(training.Module.load_from_checkpoint(ours).state_dict()), dict(found["state_dict"])) is None
 
 
 def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(
@@ -75,7 +65,7 @@ def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(
     (path,) = tmp_path.glob("*.ckpt")
     snapshot = io.snapshots[path]
     assert snapshot.report.gate_seconds > 0
-    assert same(dict(torch.load(path, weights_only=True)["state_dict"]), expected)
+    assert difference(dict(torch.load(path, weights_only=True)["state_dict"]), expected) is None
 
 
 def test_what_is_removed_stays_until_what_came_after_is_there(
@@ -103,7 +93,7 @@ def test_what_is_removed_stays_until_what_came_after_is_there(
     io.teardown()  # the failure is told only once
     io.save_checkpoint(state, second)  # over an existing checkpoint, and after the end of a fit
     io.teardown()
-    assert same(torch.load(second, weights_only=True), state)
+    assert difference(torch.load(second, weights_only=True), state) is None
 
 
 def test_removing_without_a_save_takes_no_memory(training: ModuleType, io: Any, tmp_path: Path) -> None:
@@ -166,7 +156,7 @@ def test_the_address_of_a_store_is_left_to_lightning(training: ModuleType, io: A
         training.trainer(folder, 8, plugin).fit(training.Module(), training.data())  # the first one is removed
         files = [path.rpartition("/")[2] for path in store.ls(folder, detail=False)]
         seen.append((files, plugin.load_checkpoint(f"{folder}/{files[0]}", weights_only=True)["state_dict"]))
-    assert same(*seen)
+    assert difference(*seen) is None
     assert seen[0][0] == ["epoch=1-step=8.ckpt"]
     assert sum("addresses of stores" in line for line in caplog.messages) == 1
     assert io.files._engine is None
