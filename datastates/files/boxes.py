@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from datastates._base import gc_pause
+from datastates.commit.ballot import Vote
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.errors import CommitError, ProviderError
 from datastates.executor.make import make_executor
 from datastates.files.staging import Staged
+from datastates.ranks.world import World, settle
 from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
@@ -135,6 +139,39 @@ class BoxFile:
             raise CommitError(f"{self.path} was replaced: it has {there} bytes, and {nbytes} were written")
         for row, data, archive in self.frame.places():
             yield row.key.partition("/")[2], data if row.kind == "numpy" else archive
+
+
+class AgreedFile(FileEnding):
+    """One rank's file of boxes, of a checkpoint that the ranks agree on. A rank that fails tells the others, once."""
+
+    def __init__(self, path: Location, world: World, name: str) -> None:
+        """Prepare the end of a file. ``name``: the vote of the ranks, which also names the files of the checkpoint."""
+        super().__init__(path, identity_alone(world.token(name)))
+        self.world = world
+        self.name = name
+        self.voted = self.kept = False
+
+    @override
+    def commit(self, vote: Vote) -> Location:
+        return self.publish(vote.nbytes)
+
+    def publish(self, nbytes: int) -> Location:
+        """Agree with the other ranks, once the file of ``nbytes`` is on stable storage; returns the checkpoint's path.
+
+        Sets ``voted`` before it tells the others anything, and ``kept`` if the checkpoint may stand and need the file.
+        """
+        raise NotImplementedError
+
+    @override
+    def abandon(self, *, made: bool) -> None:
+        super().abandon(made=made and not self.kept)
+
+    @override
+    def decline(self, error: BaseException) -> None:
+        if not self.voted and self.world.size > 1:
+            self.voted = True
+            with contextlib.suppress(Exception):  # this rank's own error is the one to report
+                settle(self.world, self.name, error, b"", lambda _: b"")
 
 
 class BoxFiles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 import time
@@ -18,9 +17,8 @@ from datastates._base.workers import Work
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save.global_plan import Agreed
 from datastates.adapters.dcp.save.items import Written
-from datastates.commit.ballot import Vote
-from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
+from datastates.files.boxes import AgreedFile
 from datastates.ranks.world import World, is_told, settle
 from datastates.storage import Location, folders_of
 
@@ -71,7 +69,7 @@ class Order:
 _REPLACED, _UNCERTAIN = b"r", b"u"  # first byte of the coordinator's answer; empty: committed
 
 
-class DcpEnding(FileEnding):
+class DcpEnding(AgreedFile):
     """One rank's file of a checkpoint, which ``.metadata`` commits."""
 
     def __init__(
@@ -93,18 +91,15 @@ class DcpEnding(FileEnding):
             meta: Identifies the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
         """
-        self._name = f"{turn.name}/commit"
-        super().__init__(path, identity_alone(world.token(self._name)))
+        super().__init__(path, world, f"{turn.name}/commit")
         self._number = turn.number
         self._order = order
         self.written: Written | None = None
-        self._world = world
         self._agreed = agreed
         self._meta = meta
-        self._voted = self._kept = False
 
     @override
-    def commit(self, vote: Vote) -> Location:
+    def publish(self, nbytes: int) -> Location:
         """Tell the coordinator the place of each item, and hear its decision.
 
         Raises as :func:`~datastates.ranks.world.settle` does. A CommitError may also say that the checkpoint stands
@@ -113,7 +108,7 @@ class DcpEnding(FileEnding):
         directory = self.path.parent
         folders_of(directory).sync_folder(directory)
         assert self.written is not None
-        found = self.written.results(vote.nbytes)
+        found = self.written.results(nbytes)
         if not found:  # this rank has no part of the checkpoint
             folders_of(self.path).remove(self.path)
         uncertain: list[StorageError] = []
@@ -136,37 +131,24 @@ class DcpEnding(FileEnding):
             self.committed = time.monotonic()
             return _REPLACED if replaced else b""
 
-        self._voted = True
+        self.voted = True
         try:
-            answer = settle(self._world, self._name, None, pickle.dumps(found), decide)
+            answer = settle(self.world, self.name, None, pickle.dumps(found), decide)
         except DatastatesError as error:
-            if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
+            if self.committed is None and not uncertain and (self.world.rank == 0 or is_told(error)):
                 raise
             # the outcome is not known here: the checkpoint may stand, and then needs this file
-            self._kept = True
+            self.kept = True
             if self.committed is None and (uncertain or not self._stands()):
                 raise
             return directory
         if answer == _REPLACED:
             self.abandon(made=True)
         elif answer:  # it stands, but may not survive a power failure
-            self._kept = True
+            self.kept = True
             raise uncertain[0] if uncertain else CommitError(answer[1:].decode())
         return directory
 
     def _stands(self) -> bool:
         stored = metadata_file.read(self.path.parent / metadata_file.FILE)
         return self.path.name in metadata_file.files(stored)
-
-    @override
-    def abandon(self, *, made: bool) -> None:
-        """Remove the file if it was made here, unless the checkpoint may stand."""
-        super().abandon(made=made and not self._kept)
-
-    @override
-    def decline(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank has failed, unless it has voted."""
-        if not self._voted and self._world.size > 1:
-            self._voted = True
-            with contextlib.suppress(Exception):  # this rank's own error is the one to report
-                settle(self._world, self._name, error, b"", lambda _: b"")
