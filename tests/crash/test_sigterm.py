@@ -312,16 +312,19 @@ def test_the_workers_of_a_data_loader_end_with_the_program_or_at_its_wish(
     pytest.importorskip("torch")
     script = f"""
 {PRELUDE}
+import multiprocessing
 from torch.utils.data import DataLoader
+began = multiprocessing.Event()
 class Stuck:
     def __len__(self):
         return 100
     def __getitem__(self, index):
-        print("began", flush=True)
+        began.set()
         time.sleep(1000)
 with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
     batches = iter(DataLoader(Stuck(), num_workers=1))
     worker = batches._workers[0]
+    began.wait()
     worker.terminate()
     worker.join()
     print(worker.exitcode)
