@@ -51,12 +51,30 @@ class Buckets(Store):
 
     @override
     def look(self, path: Location) -> Entry | None:
+        return self._object(path) or (Entry("folder", 0, 0, None) if self.is_folder(path) else None)
+
+    def _object(self, path: Location) -> Entry | None:
+        """Describe an object; None if there is none."""
         if key := self._key("look", path):
             with _told("look", path), contextlib.suppress(FileNotFoundError):
                 return _entry(_obstore().head(self._client(path), key))
+        return None
+
+    @override
+    def is_file(self, path: Location) -> bool:
+        return self._object(path) is not None
+
+    @override
+    def is_folder(self, path: Location) -> bool:
+        key = self._key("look", path)
         with _told("look", path):
-            listed = _obstore().list(self._client(path), key or None, chunk_size=1)
-            return Entry("folder", 0, 0, None) if next(iter(listed), None) or not key else None
+            return (
+                next(iter(_obstore().list(self._client(path), key or None, chunk_size=1)), None) is not None or not key
+            )
+
+    @override
+    def length_if_there(self, path: Location) -> int | None:
+        return None if (found := self._object(path)) is None else found.nbytes
 
     @override
     def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
