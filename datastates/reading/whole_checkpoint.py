@@ -6,6 +6,7 @@ It needs all containers, and so no catalog. Where bytes lie, :meth:`datastates.r
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -22,7 +23,7 @@ from datastates.container.key_table import AskedKeys
 from datastates.container.pickle_native import read_plain
 from datastates.container.pickle_reader import Trust
 from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, place_of, same_places
-from datastates.container.table import ShardTable
+from datastates.container.table import Row, ShardTable
 from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
 from datastates.reading.fill import as_referred, fill
@@ -74,9 +75,8 @@ def load(
         if len(wrong := np.flatnonzero(new.found != new.wanted)):
             key = new.row(int(wrong[0])).key
             raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-        digests = _digests(tables, tensors) if any(own.tied for own in rows) else []
-        for own in rows:
-            own.refuse_untied(digests)
+        if any(own.tied for own in rows):
+            _refuse_untied(rows, tables, tensors)
     pieces = [p for source, own, data in zip(sources, rows, pickles, strict=True) for p in _pieces(source, own, data)]
     with contextlib.closing(new):
         # the parts have as many elements as the tensor; if one is missing, another is there twice
@@ -202,21 +202,18 @@ class _Rows:
 
     def __init__(self, source: Container, tensor: I64, new: AllTensors) -> None:
         """Take for each row the number of its tensor."""
-        self._source, self._tensor, self._new = source, tensor.tolist(), new
+        self._source, self._tensor, self._new, self.path = source, tensor.tolist(), new, source.path
         self.tied = same_places(source.shards, np.arange(len(tensor)))
         # objects refer to a place: of several tensors there, the last one is meant
         self._last = {n: max(group, key=self._tensor.__getitem__) for group in self.tied for n in group}
 
-    def refuse_untied(self, digest: Sequence[int]) -> None:
-        """Raise FormatError if two tensors are the same memory here, but differ: an object would get the wrong one."""
+    def ties(self) -> Iterator[tuple[Row, Row, tuple[int, int]]]:
+        """Pairs of rows of different tensors that are the same memory, with the numbers of their tensors."""
         for group in self.tied:
             first, *others = self._source.shards.rows(group)
             for number, row in zip(group[1:], others, strict=True):
-                tensors = self._tensor[group[0]], self._tensor[number]
-                are_alike = row.is_whole or len({digest[n] for n in tensors}) == 1
-                if len(set(tensors)) > 1 and (row.part != first.part or not are_alike):
-                    both = f"{first.key!r} and {row.key!r}"
-                    raise FormatError(f"{both} share memory in {self._source.path}, but are different tensors")
+                if (one := self._tensor[group[0]]) != (other := self._tensor[number]):
+                    yield first, row, (one, other)
 
     def array(self, number: int, ref: ArrayRef | None = None) -> Any:
         """The tensor of a row, which ``ref`` describes if that is known. Tied tensors are the same object."""
@@ -234,6 +231,22 @@ class _Rows:
     def _by_place(self) -> dict[DataPlace, int]:
         rows = self._source.shards.rows(range(len(self._tensor)))
         return {place_of(row): number for number, row in enumerate(rows)}
+
+
+def _refuse_untied(rows: Sequence[_Rows], tables: Sequence[ShardTable], tensors: Sequence[I64]) -> None:
+    """Raise FormatError if two tensors are the same memory in a container, but differ: objects would get a wrong one.
+
+    They are one tensor if one row is all of it, if all their rows are tied, or if their digests are known and equal.
+    """
+    digest, count = _digests(tables, tensors), np.bincount(np.concatenate(tensors)).tolist()
+    every = [(own, *tie) for own in rows for tie in own.ties()]
+    together = Counter(pair for _, first, row, pair in every if row.part == first.part)
+    for own, first, row, pair in every:
+        one, other = pair
+        are_one = row.is_whole or together[pair] == count[one] == count[other] or -1 < digest[one] == digest[other]
+        if row.part != first.part or not are_one:
+            both = f"{first.key!r} and {row.key!r}"
+            raise FormatError(f"{both} share memory in {own.path}, but are different tensors")
 
 
 def _read_pickle(source: Container) -> bytes:

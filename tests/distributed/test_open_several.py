@@ -193,18 +193,19 @@ def test_one_container_is_read_by_itself(threads: Any, tmp_path: Path, rank: int
         assert checkpoint.digest("model/w") is None
 
 
-class TiedOnOneRank(StateProvider):
-    """Two tensors, a row on each rank. Rank 0 has one memory for both."""
+class Tied(StateProvider):
+    """Two tensors, a row or a column of matrices on each rank. Ranks have one memory for both, unless ``other``."""
 
-    def __init__(self, rank: int, other: float) -> None:
+    def __init__(self, rank: int, other: float | None, axis: int = 0) -> None:
         super().__init__("tied")
-        self.rank = rank
-        self.a = np.full((1, 4), rank, np.float32)
-        self.b = self.a if rank == 0 else np.full((1, 4), other, np.float32)
+        self.offset = (rank, 0) if axis == 0 else (0, 4 * rank)
+        self.shape, part = ((2, 4), (1, 4)) if axis == 0 else ((2, 8), (2, 4))
+        self.a = np.full(part, rank, np.float32)
+        self.b = self.a if rank == 0 or other is None else np.full(part, other, np.float32)
 
     def shards(self) -> list[Shard]:
         arrays = {"a": self.a, "b": self.b}
-        return [array_shard(k, v, global_shape=(2, 4), offset=(self.rank, 0)) for k, v in arrays.items()]
+        return [array_shard(k, v, global_shape=self.shape, offset=self.offset) for k, v in arrays.items()]
 
     def destinations(self, saved: Saved) -> list[Shard]:
         return []
@@ -212,7 +213,7 @@ class TiedOnOneRank(StateProvider):
 
 def test_load_refuses_tensors_that_are_the_same_memory_on_one_rank_only(threads: Any, tmp_path: Path) -> None:
     def save_tied(rank: int, other: float) -> None:
-        ds.snapshot([TiedOnOneRank(rank, other)], tmp_path / f"{other}", **SMALL).wait_committed()
+        ds.snapshot([Tied(rank, other)], tmp_path / f"{other}", **SMALL).wait_committed()
 
     assert threads(2, partial(save_tied, other=1)) == threads(2, partial(save_tied, other=7)) == [None, None]
     rows = ds.load(tmp_path / "1", **SMALL)["tied"]
@@ -222,6 +223,22 @@ def test_load_refuses_tensors_that_are_the_same_memory_on_one_rank_only(threads:
     with ds.open(tmp_path / "7", **SMALL) as checkpoint:
         assert checkpoint["tied/a"].tolist() == [[0.0] * 4, [1.0] * 4]
         assert checkpoint["tied/b"].tolist() == [[0.0] * 4, [7.0] * 4]
+
+
+def test_load_ties_what_is_tied_on_all_ranks_however_it_is_cut(threads: Any, tmp_path: Path) -> None:
+    """Of columns no digest is known, so only ties tell that two tensors are one."""
+
+    def save_tied(rank: int, other: float | None) -> None:
+        ds.snapshot([Tied(rank, other, axis=1)], tmp_path / f"{other}", **SMALL).wait_committed()
+
+    assert threads(2, partial(save_tied, other=None)) == threads(2, partial(save_tied, other=7)) == [None, None]
+    columns = ds.load(tmp_path / "None", **SMALL)["tied"]
+    assert columns["a"].tolist() == columns["b"].tolist() == [[0.0] * 4 + [1.0] * 4] * 2
+    with pytest.raises(DatastatesError, match=r"'tied/a' and 'tied/b' share memory in .*rank-00000\.pt, but"):
+        ds.load(tmp_path / "7", **SMALL)
+    with ds.open(tmp_path / "7", **SMALL) as checkpoint:
+        assert checkpoint["tied/a"].tolist() == [[0.0] * 4 + [1.0] * 4] * 2
+        assert checkpoint["tied/b"].tolist() == [[0.0] * 4 + [7.0] * 4] * 2
 
 
 class InOneStorage(StateProvider):
