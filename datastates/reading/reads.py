@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,6 +171,7 @@ class Reads:
         for job in self._jobs:
             job.end()
         self._jobs.clear()
+        _running.discard(self)
 
     def start(self, executor: Executor) -> None:
         """Begin to read all files at once. Call :meth:`finish` afterwards.
@@ -177,6 +179,9 @@ class Reads:
         :func:`~datastates.planning.read.plan_read` decides which chunks are verified.
         """
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
+        for other in list(_running):
+            other._forget_if_done()
+        _running.add(self)
         try:
             self._submit(executor, queues)
         except DatastatesError:
@@ -233,13 +238,29 @@ class Reads:
         except BaseException:  # an interrupt
             self.close()
             raise
+        _running.discard(self)
         if failures:
             raise failures[0]
+
+    def _forget_if_done(self) -> None:
+        """Leave the running reads, if nobody has waited for the end and it is there."""
+        try:
+            is_done = all(job.wait(0) for job in self._jobs)
+        except DatastatesError:
+            is_done = True  # what still runs ends with the last reference to it
+        if is_done:
+            _running.discard(self)
 
     def run(self, executor: Executor) -> Tally:
         """Read everything: :meth:`start` and :meth:`finish`."""
         self.start(executor)
         return self.finish()
+
+
+_running: set[Reads] = set()
+"""Reads that have begun and not ended. Garbage never owns them: to free them is to wait for them, and Python's collector
+may run in a thread that reads for them."""
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def _suit_device(runs: Runs) -> bool:

@@ -92,3 +92,42 @@ assert (opened["s/t"] == array).all()
     ended = run("-W", "ignore", "-c", script, Path(__file__).parents[1] / "support", tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "read\n"
+
+
+def test_garbage_is_collected_in_a_thread_that_reads_for_it(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""{SCRIPT}
+import gc
+from datastates.config import IoSettings
+from datastates.container.file import open_container
+from datastates.executor.make import make_executor
+from datastates.reading.reads import Reads
+from datastates.state import arrays
+
+class Left:
+    pass
+def leave():
+    left = Left()
+    left.itself, left.reads, left.array = left, Reads(in_full=True), np.empty(1 << 20)
+    left.executor = make_executor(IoSettings(host_cache=4 << 20, block=1 << 20))
+    left.reads.add_memory(source, int(source.data_offset[0]), arrays.memory(left.array))
+    left.reads.start(left.executor)
+
+source = open_container(Location("mem://b/one/rank-00000.pt"))
+collected, read_into = threading.Event(), Slow.read_into
+def collect(self, path, spans):
+    self.asked.set()
+    self.go_on.wait()
+    gc.collect()
+    collected.set()
+    MemoryStore.read_into(self, path, spans)
+Slow.read_into = collect
+gc.disable()
+leave()
+store.asked.wait()
+store.go_on.set()
+collected.wait()
+assert (ds.load("mem://b/one")["s"]["t"] == array).all()
+print("loaded")
+"""
+    ended = run("-c", script, Path(__file__).parents[1] / "support", tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "loaded\n", "")
