@@ -258,8 +258,8 @@ class Reads:
 
 
 _running: set[Reads] = set()
-"""Reads that have begun and not ended. Garbage never owns them: to free them is to wait for them, and Python's collector
-may run in a thread that reads for them."""
+"""Reads that have begun and not ended. Garbage never owns them: to free them is to wait for them, and the collector of
+Python may run in a thread that reads for them."""
 os.register_at_fork(after_in_child=_running.clear)
 
 

@@ -104,14 +104,21 @@ std::string encoded(const py::object& text) {
 }
 
 /// The error for what Python has raised: of a StorageError with its number, operation and name.
+/// Where its text cannot be told, only its type is.
 Error error_of(const py::error_already_set& raised, const std::string& name) {
     const py::object& value = raised.value();
-    if (py::isinstance(value, errors().attr("StorageError"))) {
-        return {ErrorCode::io, value.attr("errno").cast<int>(), encoded(value.attr("operation")),
-                encoded(value.attr("filename")), encoded(value)};
+    std::string told = "read " + name + ": ";
+    told += reinterpret_cast<PyTypeObject*>(raised.type().ptr())->tp_name;
+    try {
+        if (py::isinstance(value, errors().attr("StorageError"))) {
+            return {ErrorCode::io, value.attr("errno").cast<int>(),
+                    encoded(value.attr("operation")), encoded(value.attr("filename")),
+                    encoded(value)};
+        }
+        told += ": " + encoded(value);
+    } catch (const std::exception&) {  // raised by its own code, or no text
     }
-    const auto type = encoded(raised.type().attr("__name__"));
-    return {ErrorCode::io, 0, "read", name, "read " + name + ": " + type + ": " + encoded(value)};
+    return {ErrorCode::io, 0, "read", name, told};
 }
 
 }  // namespace

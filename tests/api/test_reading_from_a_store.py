@@ -148,6 +148,7 @@ class TooFar(StorageError):
         (OSError("no number"), 0, f"read {ROOT}/rank-00000.pt"),
         (ZeroDivisionError("oh"), 0, f"^read {ROOT}/rank-00000.pt: ZeroDivisionError: oh$"),
         (KeyboardInterrupt(), 0, f"^read {ROOT}/rank-00000.pt: KeyboardInterrupt: $"),
+        (ValueError("\ud800"), 0, f"^read {ROOT}/rank-00000.pt: ValueError$"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -176,6 +177,16 @@ def test_memory_is_a_stores_until_it_returns(store: Watched) -> None:
     ds.load(ROOT)
     with pytest.raises(ValueError, match="released memoryview"):
         kept[0][0] = 1
+
+    def fail(offset: int, into: memoryview) -> None:
+        kept.append(into)
+        raise ValueError("\ud800")
+
+    store.before = fail
+    with pytest.raises(StorageError, match="ValueError"):
+        ds.load(ROOT)
+    with pytest.raises(ValueError, match="released memoryview"):
+        kept[-1][0] = 1
     held: list[object] = []
     store.before = lambda offset, into: held.append(pickle.PickleBuffer(into))
     with pytest.raises(StorageError, match=f"read {ROOT}/rank-00000.pt: BufferError: memoryview has 1 exported"):
