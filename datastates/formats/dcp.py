@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
 from datastates.formats import dcp_metadata
 from datastates.formats.archive_ends import opened_ends
-from datastates.formats.archives import DATA, PICKLE, Archive, check_place, find_tensor, open_archive
+from datastates.formats.archives import DATA, PICKLE, Archive, ArchivedTensor, check_place, find_tensor, open_archive
 from datastates.formats.dcp_metadata import Chunk
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
@@ -73,6 +74,11 @@ class DcpCheckpoint(Foreign):
                 raise FormatError(f"{key!r} in {blob.path}: {blob.unreadable}. open() reads the other tensors")
             blob.survey(lambda stored: stored, trust, with_torch=into.with_torch)
         found: dict[str, Any] = super().load(executor, trust=trust, into=into)
+        seen: set[int] = set()
+        for key, array in found.items():
+            if id(array) in seen:  # tied tensors have memory of their own, as from torch's reader
+                found[key] = copy.deepcopy(array)
+            seen.add(id(array))
         return found | {key: blob.load(trust, into) for key, blob in blobs}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
@@ -103,20 +109,23 @@ class DcpFile(ForeignFile):
         blobs = [chunk for chunk in chunks if chunk.dtype is None]
         records: list[Record] = []
         tensors: list[tuple[int, Shard]] = []
-        places = {(chunk.offset, chunk.nbytes): chunk for chunk in chunks if chunk.dtype is not None}
-        if len(places) + len(blobs) < len(chunks):
-            raise FormatError(f"{path}: two tensors or objects are at one place")
+        places: dict[tuple[int, int], list[Chunk]] = {}  # tied tensors are at one place
+        for chunk in chunks:
+            if chunk.dtype is not None:
+                places.setdefault((chunk.offset, chunk.nbytes), []).append(chunk)
+        if both := [blob.key for blob in blobs if (blob.offset, blob.nbytes) in places]:
+            raise FormatError(f"{path}: the object {both[0]!r} is at the place of a tensor")
         for place, read in opened_ends(reader(path), sorted(places)):
-            chunk = places[place]
-            try:
-                found = _found(path, chunk, read)
-            except FormatError as error:
-                raise FormatError(f"{chunk.key!r} in {path}: {error}") from error
-            if found is None:
-                blobs.append(chunk)
-                continue
-            tensors.append((len(records), found[1]))
-            records.append(found[0])
+            found = None
+            for chunk in places[place]:
+                with naming(f"{chunk.key!r} in {path}"):
+                    found = found or _found(path, chunk, read)
+                    if found is None:
+                        blobs.append(chunk)
+                    else:
+                        tensors.append((len(records), _shard(chunk, found.array)))
+            if found is not None:
+                records.append(Record(place[0] + found.offset, found.nbytes, found.crc))
         self.blobs = {chunk.key: _object(path, chunk) for chunk in blobs}
         entries = [blob.entry(key) for key, blob in self.blobs.items()]
         super().__init__(path, nbytes, records, tensors, entries)
@@ -132,20 +141,23 @@ def _object(path: Location, chunk: Chunk) -> ArchivedObject:
     return ArchivedObject(path, chunk.offset, chunk.nbytes, why)
 
 
-def _found(path: Location, chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard] | None:
-    """The record and the description of a stored part of a tensor; None if the stored item is no plain tensor."""
-    found = None if chunk.transformed else find_tensor(read, chunk.nbytes)
-    if found is None:
-        if not chunk.transformed:
-            _object(path, chunk).check()
+def _found(path: Location, chunk: Chunk, read: Callable[[int, int], bytes]) -> ArchivedTensor | None:
+    """The tensor in an archive; None if the stored item is no plain tensor."""
+    if chunk.transformed:
         return None
-    array = found.array
+    found = find_tensor(read, chunk.nbytes)
+    if found is None:
+        _object(path, chunk).check()
+    elif span(found.array.shape, found.array.stride) < math.prod(found.array.shape):
+        raise FormatError("its elements overlap")
+    return found
+
+
+def _shard(chunk: Chunk, array: StoredArray) -> Shard:
+    """Describe a stored part of a tensor; raises FormatError if it is not as the metadata says."""
     if (array.dtype, array.shape) != (chunk.dtype, chunk.shape):
         raise FormatError(f"it is of type {array.dtype} and shape {array.shape}, which the metadata does not say")
-    if span(array.shape, array.stride) < math.prod(array.shape):
-        raise FormatError("its elements overlap")
-    shard = replace(whole(chunk.key, array), global_shape=chunk.of, offset=chunk.begin)
-    return Record(chunk.offset + found.offset, found.nbytes, found.crc), shard
+    return replace(whole(chunk.key, array), global_shape=chunk.of, offset=chunk.begin)
 
 
 class ArchivedObject:

@@ -7,15 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import datastates as ds
+from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.cli import commands
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
 from datastates.formats.dcp import ArchivedObject
@@ -219,6 +223,69 @@ def test_diff_compares_objects(tmp_path: Path) -> None:
     assert commands.main(["diff", a, c]) == 1
     assert commands.main(["diff", a, d]) == 1
     assert not (tmp_path / "boom").exists()
+
+
+def test_tied_tensors_are_read_as_from_torchs_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight, matrix = torch.arange(300.0), torch.arange(35).reshape(7, 5).t()
+    tied = {"a": weight, "b": weight, "c": torch.nn.Parameter(weight), "d": matrix, "e": matrix, "z": torch.ones(2)}
+    dcp.save({"m": tied}, storage_writer=DataStatesStorageWriter(tmp_path / "ours"), no_dist=True)
+    dcp.save({"m": tied}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    paths = [str(tmp_path / name) for name in ("ours", "stock")]
+    ours, stock = map(ds.load, paths)
+    assert list(ours) == list(stock)
+    for found in (ours, stock):
+        assert all(torch.equal(found[f"m.{key}"], tensor) for key, tensor in tied.items())
+        assert len({array.untyped_storage().data_ptr() for array in found.values()}) == len(tied)
+    assert all(ours[key].stride() == stock[key].stride() and type(ours[key]) is type(stock[key]) for key in stock)
+    arrays = ds.load(paths[0], framework="np")
+    assert all(np.array_equal(arrays[key], stock[key]) for key in stock)
+    assert not np.shares_memory(arrays["m.a"], arrays["m.b"])
+    one, two = map(ds.open, paths)
+    with one, two:
+        assert all(torch.equal(one[key], two[key]) and one.digest(key) == two.digest(key) for key in stock)
+    assert commands.main(["diff", *paths]) == 0
+    assert ds.export(paths[0], tmp_path / "out.safetensors").tied == {"m.b": "m.a", "m.c": "m.a", "m.e": "m.d"}
+    for path in paths:
+        capsys.readouterr()
+        assert commands.main(["verify", path]) == 0
+        assert "every tensor matches its checksum" in capsys.readouterr().out
+
+
+def test_a_part_and_a_whole_tensor_of_one_memory(tmp_path: Path) -> None:
+    half = torch.arange(6.0)
+    dcp.save({"w": half, "whole": half}, storage_writer=DataStatesStorageWriter(tmp_path / "saved"), no_dist=True)
+
+    def lengthen(metadata: Any) -> None:
+        """Make "w" a tensor of 12 elements whose two parts are the same bytes."""
+        first = metadata.state_dict_metadata["w"].chunks[0]
+        second = replace(first, offsets=torch.Size([6]))
+        metadata.state_dict_metadata["w"].size = torch.Size([12])
+        metadata.state_dict_metadata["w"].chunks.append(second)
+        (index,) = (index for index in metadata.storage_data if index.fqn == "w")
+        metadata.storage_data[replace(index, offset=torch.Size([6]), index=1)] = metadata.storage_data[index]
+
+    change(tmp_path / "saved", lengthen)
+    found = ds.load(tmp_path / "saved")
+    assert torch.equal(found["w"], torch.cat([half, half]))
+    assert torch.equal(found["whole"], half)
+    with ds.open(tmp_path / "saved") as opened:
+        assert torch.equal(opened["w"], found["w"])
+    assert commands.main(["verify", str(tmp_path / "saved")]) == 0
+
+
+def at_the_place_of(there: str, key: str, metadata: Any) -> None:
+    metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == key)] = place(metadata, there)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [("other", "'other' in .*__0_0.distcp: .*shape"), ("step", "__0_0.distcp: the object 'step'")]
+)
+def test_what_cannot_be_at_the_place_of_a_tensor_is_refused(tmp_path: Path, key: str, what: str) -> None:
+    state = {"w": torch.ones(2, 3), "other": torch.ones(6), "step": {3}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    change(tmp_path / "saved", partial(at_the_place_of, "w", key))
+    with pytest.raises(FormatError, match=what):
+        ds.open(tmp_path / "saved")
 
 
 def test_tensors_of_an_object_share_their_storage(tmp_path: Path) -> None:
