@@ -181,7 +181,6 @@ class Reads:
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
         for other in list(_running):
             other._forget_if_done()
-        _running.add(self)
         try:
             self._submit(executor, queues)
         except DatastatesError:
@@ -204,6 +203,7 @@ class Reads:
                 source = queue.source
                 self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record))
                 self._loose |= queue.unverified(plan)
+        _running.add(self)  # not earlier: a read that begins meanwhile would see no job that runs
 
     def finish(self) -> Tally:
         """Wait until everything is read, then copy arrays that were not read straight into place.
