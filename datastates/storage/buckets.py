@@ -68,9 +68,8 @@ class Buckets(Store):
     def is_folder(self, path: Location) -> bool:
         key = self._key("look", path)
         with _told("look", path):
-            return (
-                next(iter(_obstore().list(self._client(path), key or None, chunk_size=1)), None) is not None or not key
-            )
+            pages = _obstore().list(self._client(path), key or None, chunk_size=1)
+            return any(pages) or not key
 
     @override
     def length_if_there(self, path: Location) -> int | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def test_a_failure_costs_its_checkpoint_and_is_told_once(where: str, on_error: s
         faults.arm(faults.Fault(where, "fail", errno.ENOSPC))
     raised = []
     for number in range(1, 5):
-        raised.append(told(lambda number=number: one.save(number)))  # type: ignore[misc]
+        raised.append(told(partial(one.save, number)))
         one.files.wait()
         faults.clear()
     saved = [0, *(number for number in range(2, 5) if raised[number - 1] is None)]
