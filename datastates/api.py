@@ -11,10 +11,10 @@ from typing import Any
 from typing_extensions import Unpack
 
 from datastates.commit.ballot import Ballot
-from datastates.commit.directory_tier import sweep_beside, tier_of
 from datastates.commit.names import checked_step
 from datastates.commit.newest import Given
 from datastates.commit.run import Run
+from datastates.commit.tiers import sweep_beside, tier_of
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
@@ -40,7 +40,7 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state.new_memory import AS_SAVED, Device, Framework
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.state.pytrees import is_leaf
-from datastates.storage import store_of
+from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location, PathLike
 
 
@@ -90,6 +90,7 @@ def snapshot(
         settings = RankSettings.of(options)
         refuse_path(providers)
         target, step = Location.of(path), checked_step(step)
+        folders_of(target)  # refuses a store of objects: containers are written as files
         tier = tier_of(target.parent)
     world = open_world(settings, target.parent)
 

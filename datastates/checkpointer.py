@@ -17,10 +17,9 @@ from typing_extensions import Unpack
 from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
-from datastates.commit.directory_tier import tier_of
-from datastates.commit.fence import Opening
 from datastates.commit.names import checked_step
 from datastates.commit.run import Run
+from datastates.commit.tiers import tier_of
 from datastates.config import Options, Settings
 from datastates.errors import (
     ClosedError,
@@ -79,19 +78,20 @@ class Checkpointer:
         with telling(lambda: Location.of(directory), options, partial(refuse_to_meet, self._name)):
             self.settings = Settings.of(options)
             self._root = Location.of(directory)
+            folders_of(self._root)  # refuses a store of objects: containers are written as files
             self._tier = tier_of(self._root)
             self.directory = Path(self._root)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             recognise.refuse_checkpoint(self._root)
-            folders_of(self._root).make_folder(self._root)
+            self._tier.make()
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
             world = open_world(self.settings, self._root)
             undo.callback(world.close)
-            told = meet(world, self._name, self._root, lambda: Opening.begin(self._root).encode())
-            self._opening = Opening.decode(self._root, told)
+            told = meet(world, self._name, self._root, self._tier.begin_opening)
+            self._opening = self._tier.opening(told)
             undo.pop_all()
         self._snapshots = 0
         self._restores, self._checks = itertools.count(), itertools.count()

@@ -180,7 +180,7 @@ def _describe(one: TensorFile, digests: Mapping[str, str]) -> dict[str, Any]:
     ]
     objects = [{"key": o.key, "bytes": o.nbytes, "offset": o.offset, "crc32": o.crc} for o in one.objects]
     identity: dict[str, Any] = one.index.identity if isinstance(one, Container) else {}
-    if identity and not manifest.has_step(one.path, identity["rank"]):
+    if identity and not manifest.has_step(one.path, identity):
         identity = {}
     return {"file": str(one.path), **identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}
 

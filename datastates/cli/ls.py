@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from datastates.cli.arguments import as_location, as_seconds
 from datastates.cli.output import as_size, complain, flush, print_json, print_table, printable, say
 from datastates.commit import directories, health, manifest, newest
-from datastates.commit.directory_tier import readable_tier
+from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
 from datastates.formats.recognise import Other
@@ -83,7 +83,7 @@ def _look(path: Location) -> _Listing:
         return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
     if not store_of(path).is_folder(path):
         raise CheckpointNotFoundError(f"{path} is {recognise.what_is(path) or 'neither a directory nor a checkpoint'}")
-    tier, found = readable_tier(path), []
+    tier, found = tier_of(path), []
     every = tier.checkpoints()
     known = {one.path.name for one in every}
     by_age = newest.oldest_first(every)

@@ -8,7 +8,7 @@ from datastates.cli import output
 from datastates.cli.arguments import add_checkpoint
 from datastates.cli.output import IN_SHELL, as_key, as_size, print_json, progress_bar, say
 from datastates.commit import health
-from datastates.commit.directory_tier import readable_tier
+from datastates.commit.tiers import tier_of
 from datastates.errors import DatastatesError
 from datastates.formats import own, recognise
 from datastates.formats.format import Opened, Problem
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if damage is not None:
         output.complain(str(damage))
     elif problems and arguments.step is None and path != arguments.path:
-        if advice := health.older(readable_tier(path.parent), path, IN_SHELL):
+        if advice := health.older(tier_of(path.parent), path, IN_SHELL):
             output.complain(advice)
     elif opened is not None and not (arguments.json or problems):
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]

@@ -25,6 +25,7 @@ from datastates.errors import (
     RanksMissingError,
     SnapshotSkippedError,
     StorageError,
+    UncertainError,
     rank_names,
     said,
 )
@@ -78,7 +79,7 @@ class Vote:
         )
 
 
-_COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
+_COMMITTED, _SKIPPED, _UNCERTAIN = b"c", b"s", b"u"  # the first byte of an answer
 
 
 class Ballot:
@@ -154,6 +155,7 @@ class Ballot:
             CommitError: A rank has failed, or the ranks' parts do not make one state, or a newer run has begun to save
                 in the directory. Same text on all ranks.
             SnapshotSkippedError: A rank took no part, and none has failed. Same text on all ranks.
+            UncertainError: The store did not tell whether it is committed. Same text on all ranks.
             RanksMissingError: Some ranks did not vote in time.
             StorageError: The only rank could not commit, or the directory where the ranks meet failed.
         """
@@ -183,9 +185,13 @@ class Ballot:
             votes = _decoded(data)
             if answer := _declined(votes):
                 return answer
-            committed.append(self._commit(votes, pending, refuse_late))
-            self.committed = time.monotonic()
-            self._run.retain()
+            with self._run.tier.listed_once():
+                try:
+                    committed.append(self._commit(votes, pending, refuse_late))
+                except UncertainError as error:
+                    return _UNCERTAIN + said(error).encode(errors="replace")
+                self.committed = time.monotonic()
+                self._run.retain()
             return _COMMITTED + committed[0].encode()
 
         try:
@@ -201,6 +207,9 @@ class Ballot:
             if (path := self._run.tier.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
+        if done[:1] == _UNCERTAIN:
+            pending.leave()
+            raise UncertainError(0, "commit", str(pending.target), done[1:].decode())
         if done[:1] == _SKIPPED:
             raise SnapshotSkippedError(done[1:].decode())
         return Location.decode(done[1:])
@@ -313,8 +322,8 @@ def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.Cat
         raise
     replicas = [vote.replicas for vote in votes.values()]
     refuse_difference(list(votes), claims, replicas, lambda rank: _table_of(votes[rank], pending))
-    store_of(paths[0]).create(pending.file(catalog.FILE), encoded)
-    return manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc)
+    made = pending.add(catalog.FILE, encoded)
+    return manifest.CatalogEntry(file=made.name, nbytes=len(encoded), head_crc32=head_crc)
 
 
 def _refuse_conflict(votes: dict[int, Vote], pending: Uncommitted) -> None:

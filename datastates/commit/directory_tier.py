@@ -8,7 +8,7 @@ import errno
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from typing_extensions import override
 
@@ -16,12 +16,12 @@ from datastates._base import log
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
-from datastates.commit.names import LOCK, STEP, Writer, as_debris, revisions, stem_of_partial
+from datastates.commit.names import LOCK, STEP, Writer, as_debris, revisions
 from datastates.commit.pending import Pending, is_begun
-from datastates.commit.tier import Committed, ReadableTier, Tier
+from datastates.commit.tier import Committed, Tier
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.ranks.polling import slowest, until
-from datastates.storage import Folders, Lock, folders_of, store_of
+from datastates.storage import Lock, folders_of
 from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT
 
@@ -29,6 +29,8 @@ _deleting: set[Location] = set()
 """The partial directories that this process is deleting."""
 _PATIENCE = 10.0
 """Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
+_LOOKS = 8
+"""Checkpoints that are known and looked at again at each call."""
 
 
 class DirectoryTier(Tier):
@@ -38,6 +40,70 @@ class DirectoryTier(Tier):
         """Remember the directory; nothing is read yet. Raises ValueError for an address in a store without folders."""
         folders_of(root)
         super().__init__(root)
+        self._found: dict[str, tuple[int, Committed]] = {}
+        self._last = ""
+
+    @override
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        steps = {n: i for n, i in folders_of(self.root).numbers(self.root).items() if STEP.match(n)}
+        old = {n: one for n, one in self._found.items() if known and steps.get(n) == one[0]}
+        for name in self._turn(old):
+            del old[name]
+        every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
+        found = [one for _, one in every.values() if one is not None]
+        # no lock, which a fork might find taken: of two threads, the later one decides what is known
+        self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}
+        if all(one.sequence is not None for one in found):
+            return found
+        # the commit made the last change of a folder: it unlinked the lock
+        folders = [folders_of(one.path).look(one.path) for one in found]
+        return [
+            one._replace(changed=folder.changed)
+            for one, folder in zip(found, folders, strict=True)
+            if folder is not None
+        ]
+
+    def _turn(self, old: Iterable[str]) -> list[str]:
+        """Some of the names, others at each call: a number of a listing may be given again, and a file be replaced."""
+        names = sorted(old)
+        begin = next((i for i, name in enumerate(names) if name > self._last), 0)
+        chosen = [*names[begin:], *names[:begin]][:_LOOKS]
+        self._last = chosen[-1] if chosen else ""
+        return chosen
+
+    def _look(self, name: str, certain: bool) -> Committed | None:
+        """Look at one checkpoint; None if it is none."""
+        entry, match = self.root / name, STEP.match(name)
+        assert match is not None
+        if (file := manifest.look(entry)) is None:
+            if self.is_link(entry):
+                _warn_of_link(entry)
+            return None
+        try:
+            sequence, attempt = manifest.facts_of(entry, file.version)
+        except CheckpointNotFoundError:  # another process has just deleted it
+            return None
+        except StorageError:
+            if certain:
+                raise
+            sequence, attempt = None, ""  # reported to whoever opens it
+        return Committed(sequence, int(match[1]), int(match[2] or 0), attempt, entry, 0)
+
+    @override
+    def is_link(self, path: Location) -> bool:
+        return folders_of(path).is_link(path)
+
+    @override
+    def make(self) -> None:
+        folders_of(self.root).make_folder(self.root)
+
+    @override
+    def begin_opening(self) -> bytes:
+        return fence.DirectoryOpening.begin(self.root).encode()
+
+    @override
+    def opening(self, told: bytes) -> fence.DirectoryOpening:
+        return fence.DirectoryOpening.decode(self.root, told)
 
     @override
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Pending:
@@ -58,13 +124,6 @@ class DirectoryTier(Tier):
                 if error.errno != errno.ENOENT:  # else a newer run has just taken its place
                     raise
         return folders_of(self.root).open_lock(self.root, write=False)
-
-    @override
-    def _look(self, name: str, certain: bool) -> Committed | None:
-        found = super()._look(name, certain)
-        if found is None and folders_of(self.root).is_link(self.root / name):
-            _warn_of_link(self.root / name)
-        return found
 
     @override
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
@@ -138,21 +197,6 @@ class DirectoryTier(Tier):
                 if error.errno not in (errno.EACCES, errno.EPERM):
                     raise
                 log.warning("it is another user's, and is left: %s", error)
-
-
-def tier_of(root: Location) -> Tier:
-    """The tier of a place. Raises ValueError for a store of objects, from which checkpoints are only read."""
-    return DirectoryTier(root)
-
-
-def readable_tier(root: Location) -> ReadableTier:
-    """The tier of a place in any store, for readers."""
-    return DirectoryTier(root) if isinstance(store_of(root), Folders) else ReadableTier(root)
-
-
-def sweep_beside(target: Location) -> None:
-    """Delete the debris of interrupted writes of the path ``target``, as :meth:`Tier.sweep` does."""
-    tier_of(target.parent).sweep(re.compile(re.escape(stem_of_partial(target.name)) + r"\Z"))
 
 
 @functools.cache  # once in a process

@@ -18,23 +18,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import json
 import os
 import re
-import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from datastates._base import log
 from datastates._base.packing import pack, unpack
-from datastates.commit import manifest, names, trial
+from datastates.commit import names, trial
 from datastates.commit.directories import partials
 from datastates.commit.names import LOCK, STEP, Writer, as_debris, final_of
-from datastates.errors import FencedError, StorageError
+from datastates.commit.opening import Opening, owner_of, record_of, told
+from datastates.errors import StorageError
 from datastates.storage import Folders, folders_of
 from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT, absent
@@ -42,7 +41,7 @@ from datastates.storage.objects import ABSENT, absent
 FOLDER = ".openings"
 _RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
 _MOST = 1 << 16
-"""Most bytes of a file in the folder, and of the lock file of a partial directory."""
+"""Most bytes of the lock file of a partial directory."""
 
 
 def _store(root: Location) -> Folders:
@@ -73,11 +72,8 @@ def lock_file(root: Location) -> Location:
     return root if newest is None else newest.path
 
 
-class Opening:
-    """One run's opening of a directory of checkpoints, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
-
-    Openings of one process never fence each other. Thread-safe.
-    """
+class DirectoryOpening(Opening):
+    """One run's opening of a directory of checkpoints."""
 
     def __init__(self, root: Location, number: int, owner: str, *, is_only: bool = False) -> None:
         """Keep the number and the owner that rank 0 determined.
@@ -94,7 +90,6 @@ class Opening:
         self._is_only = is_only
         self._process = os.getpid()
         self._saves = False
-        self._fence: str | None = None  # why it is fenced
         self._beginning = threading.Lock()
         self._place = None if (found := _store(root).look(root)) is None else found.place
         self._mount = _store(root).mount(root)
@@ -102,12 +97,12 @@ class Opening:
         _openings.add(self)
 
     @classmethod
-    def begin(cls, root: Location) -> Opening:
+    def begin(cls, root: Location) -> DirectoryOpening:
         """Number a new opening, as rank 0 does when it opens the place.
 
         A place that cannot be written can still be read: the number is then written down by the first snapshot.
         """
-        owner = _owner(os.getpid())
+        owner = owner_of(os.getpid())
         try:
             is_only = not _records(root)
             return cls(root, _numbered(root, owner), owner, is_only=is_only)
@@ -120,23 +115,18 @@ class Opening:
         return pack([self._number, self._owner, self._is_only])
 
     @classmethod
-    def decode(cls, root: Location, data: bytes) -> Opening:
+    def decode(cls, root: Location, data: bytes) -> DirectoryOpening:
         """The inverse of :meth:`encode`."""
         number, owner, is_only = unpack(data)
-        return cls(root, number, owner, is_only=is_only and owner == _owner(os.getpid()))
+        return cls(root, number, owner, is_only=is_only and owner == owner_of(os.getpid()))
 
     @property
+    @override
     def mark(self) -> bytes:
-        """The argument for :meth:`Tier.pending` by which a newer run knows the checkpoints of this opening."""
         return f"{self._number} {self._owner}".encode() if self._number else b""
 
+    @override
     def begin_to_save(self, then: Callable[[], None] = lambda: None) -> None:
-        """Fence all openings before this one, then call ``then``. Later calls only check that this one is not fenced.
-
-        Raises:
-            FencedError: A newer opening has begun to save.
-            StorageError: The place cannot be read or written.
-        """
         if self._saves:
             self.refuse_if_fenced()
             return
@@ -155,17 +145,8 @@ class Opening:
             then()
             self._saves = True
 
-    def refuse_if_known_fenced(self) -> None:
-        """Raise FencedError if an earlier call has found a newer opening. Does not look at the place."""
-        if self._fence is not None:
-            raise FencedError(self._fence)
-
+    @override
     def refuse_if_fenced(self) -> None:
-        """Raise FencedError if a newer opening, of another process, has begun to save.
-
-        Raises:
-            StorageError: As for :meth:`refuse_elsewhere`.
-        """
         self.refuse_if_known_fenced()
         newest = _newest_saving(self.root)
         if newest is None or newest.number < self._number:
@@ -177,19 +158,12 @@ class Opening:
             if not self._is_own(newest):
                 raise self._elsewhere()
             return
-        told = _told(newest.path)
-        if told.get("owner") != self._owner:
-            who = f"process {told.get('pid', 'unknown')} on host {told.get('host', 'unknown')}"
-            self._fence = (
-                f"a newer run saves in {self.root}: {who}, which opened the directory at "
-                f"{told.get('opened', 'an unknown time')}. This run neither commits nor deletes there any more. "
-                "Start it again to go on from the newest checkpoint, or give each run a directory of its own. Ranks of "
-                "one job that do not know of each other need init_process_group() first, or rank= and world_size="
-            )
-            raise FencedError(self._fence)
+        record = told(newest.path, "opening")
+        if record.get("owner") != self._owner:
+            self._refuse_newer(record)
 
+    @override
     def refuse_elsewhere(self) -> None:
-        """Raise StorageError if the place is no longer the one that was opened, as where a mount was lost."""
         found = _store(self.root).look(self.root)
         if found is not None and found.place == self._place:
             return
@@ -204,9 +178,9 @@ class Opening:
         found = _store(self.root).look(record.path)
         stamp = () if found is None else (*found.place, found.changed)
         if stamp and stamp != self._own:
-            told = _told(record.path, certain=True)
-            cut_short = not told and record.number == self._number  # as an interrupt leaves it
-            if not cut_short and told.get("owner") != self._owner:
+            found_there = told(record.path, "opening", certain=True)
+            cut_short = not found_there and record.number == self._number  # as an interrupt leaves it
+            if not cut_short and found_there.get("owner") != self._owner:
                 return False
             self._own = stamp
         return bool(stamp)
@@ -223,8 +197,8 @@ class Opening:
         text = f"{self.root} {what}: {why}. To save in what is there now, open it by a new Checkpointer"
         return StorageError(number, "open", str(self.root), text)
 
+    @override
     def close(self) -> None:
-        """Leave nothing of this opening if no other one needs it. Does nothing in a forked child. Never raises."""
         _openings.discard(self)
         if not self._is_only or os.getpid() != self._process:
             return
@@ -238,7 +212,7 @@ class Opening:
     def _write_down_saving(self) -> None:
         folder = self.root / FOLDER
         with _ignoring(errno.EEXIST):  # an interrupted call may have made it
-            _store(folder).create(folder / f"saving-{self._number}", _identity(self._owner))
+            _store(folder).create(folder / f"saving-{self._number}", record_of(self._owner))
         _store(folder).sync_folder(folder)
         _forget_lower(self.root)
 
@@ -276,16 +250,16 @@ def writers_of(partial: Location) -> list[Writer]:
 def fenced(root: Location) -> Callable[[Writer], bool]:
     """Return a function that tells whether a writer's opening is fenced, so that it cannot commit any more."""
     newest = _newest_saving(root)
-    owner = None if newest is None else _told(newest.path).get("owner")
+    owner = None if newest is None else told(newest.path, "opening").get("owner")
     return lambda writer: newest is not None and 0 < writer.number < newest.number and writer.owner != owner
 
 
 def is_own(writer: Writer) -> bool:
     """Whether this process opened the directory for a writer. Then nobody else can commit what it writes."""
-    return writer.owner == _owner(os.getpid())
+    return writer.owner == owner_of(os.getpid())
 
 
-_openings: weakref.WeakSet[Opening] = weakref.WeakSet()
+_openings: weakref.WeakSet[DirectoryOpening] = weakref.WeakSet()
 """The openings of this process, and of the process that it was forked off, that are not closed."""
 
 
@@ -304,34 +278,6 @@ def refuse_in(root: Location) -> None:
             opening.refuse_if_fenced()
 
 
-@functools.cache
-def _owner(process: int) -> str:
-    """A random name of this process; its number may be given to another process later."""
-    del process
-    return secrets.token_hex(8)
-
-
-def _identity(owner: str) -> bytes:
-    told = {"owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "opened": manifest.now()}
-    return json.dumps(told).encode()
-
-
-def _told(path: Location, *, certain: bool = False) -> dict[str, object]:
-    """The fields in a file of ``.openings``; empty if the file is gone, or was cut short as its machine went down.
-
-    With ``certain``, StorageError if it cannot be read.
-    """
-    try:
-        told = json.loads(_store(path).read_all(path, _MOST))
-    except ValueError:
-        return {}
-    except StorageError as error:
-        if certain and error.errno not in ABSENT:
-            raise
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
 def _numbered(root: Location, owner: str) -> int:
     """Write down a new opening; returns its number, which is above all others."""
     folder = root / FOLDER
@@ -342,7 +288,7 @@ def _numbered(root: Location, owner: str) -> int:
         # another process took that number, or deleted the folder when it closed
         with _ignoring(errno.EEXIST, errno.ENOENT):
             _make(folder)
-            _store(folder).create(folder / f"opened-{number}", _identity(owner))
+            _store(folder).create(folder / f"opened-{number}", record_of(owner))
             _store(folder).sync_folder(folder)
             # a process that was stopped since it looked may have taken a number that was given before
             if _records(root)[-1].number == number:

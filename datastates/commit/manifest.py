@@ -6,21 +6,31 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import zlib
+from collections.abc import Hashable, Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from datastates.commit.names import with_attempt
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import Entry, store_of
 from datastates.storage.location import Location
+from datastates.storage.objects import ABSENT
 
 FILE = "manifest.json"
 FORMAT_VERSION = 2
 """The format of new manifests. Format 1, which has no ``sequence``, can be read, too."""
 _MAX_NBYTES = 1 << 28
+FENCE = b'{"fence": "no checkpoint will be here"}\n'
+"""In a store of objects, what lies in a manifest's place where a commit was given up, or a clean-up came first."""
+
+
+class DecidedAgainstError(CheckpointNotFoundError):
+    """A fence lies in the place of a manifest: no checkpoint will be there."""
 
 
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
@@ -81,8 +91,10 @@ class Manifest(_Model):
         ranks, files = [c.rank for c in self.containers], {c.file for c in self.containers}
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or len(files) != len(ranks):
             raise ValueError("not one container for each rank, each in a file of its own")
-        if self.catalog is not None and any(c.file != container_name(c.rank) for c in self.containers):
-            # the catalog holds no names
+        if self.catalog is None:
+            return self
+        attempt = attempt_in(self.catalog.file, self.attempt)
+        if any(c.file != container_name(c.rank, attempt) for c in self.containers):  # the catalog holds no names
             raise ValueError("in a checkpoint of several ranks, each container must be named by its rank")
         return self
 
@@ -92,17 +104,28 @@ class Manifest(_Model):
         return sum(c.nbytes for c in self.containers)
 
 
-def container_name(rank: int) -> str:
-    """File name of a rank's container within a checkpoint."""
-    return f"rank-{rank:05d}.pt"
+def container_name(rank: int, attempt: str = "") -> str:
+    """File name of a rank's container within a checkpoint. In a store of objects it has the name of the attempt."""
+    return with_attempt(f"rank-{rank:05d}.pt", attempt)
 
 
-def has_step(container: Location, rank: int) -> bool:
+def attempt_in(file: str, attempt: str) -> str:
+    """The attempt if the name of a file has it, as all files of a checkpoint in a store of objects do; else empty."""
+    return attempt if attempt and file.rsplit(".", 2)[1:-1] == [attempt] else ""
+
+
+def has_step(container: Location, identity: Mapping[str, Any]) -> bool:
     """Whether a container file belongs to a checkpoint of this package, by its name or by the files beside it.
 
     Container files in the checkpoints of frameworks have no step: their index holds 0 for it.
     """
-    return container.name == container_name(rank) or store_of(container).exists(container.parent / FILE)
+    ours = (container_name(identity["rank"], attempt) for attempt in ("", identity["attempt"]))
+    return container.name in ours or store_of(container).exists(container.parent / FILE)
+
+
+def is_fence(data: bytes) -> bool:
+    """Whether the bytes of a manifest say that no checkpoint will be in its place."""
+    return data == FENCE
 
 
 def now() -> str:
@@ -143,7 +166,13 @@ def decode(data: bytes, path: str) -> Manifest:
 
 def look(path: Location) -> Entry | None:
     """Look at a checkpoint's manifest; None if it has none, and so is no checkpoint. Raises StorageError."""
-    return store_of(path).look(path / FILE)
+    found = store_of(path).look(path / FILE)
+    if found is not None and found.kind == "file" and found.nbytes <= len(FENCE):
+        try:
+            return None if is_fence(store_of(path).read_all(path / FILE, _MAX_NBYTES)) else found
+        except StorageError as error:  # whoever opens it is told
+            return None if error.errno in ABSENT else found
+    return found
 
 
 def open(path: Location) -> Manifest:
@@ -151,6 +180,7 @@ def open(path: Location) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: ``path`` has no manifest.
+        DecidedAgainstError: It has a fence, and never will have one.
         FormatError: The manifest is damaged.
         StorageError: The manifest cannot be read.
     """
@@ -162,7 +192,20 @@ def open(path: Location) -> Manifest:
             raise FormatError(f"{file}: too long for a manifest") from None
         refuse_missing(path, error)
         raise
+    if is_fence(data):
+        raise DecidedAgainstError(f"{path} is not a committed checkpoint: its {FILE} says that none will be here")
     return decode(data, str(file))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def facts_of(path: Location, version: Hashable) -> tuple[int | None, str]:
+    """The sequence and the attempt in a manifest. Cached while the file's ``version`` stays the same."""
+    del version
+    try:
+        opened = open(path)
+    except FormatError:
+        return None, ""
+    return opened.sequence or 0, opened.attempt
 
 
 def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:

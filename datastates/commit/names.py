@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 from datastates._base.process import own_name
 from datastates.storage.location import Location
 
-STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
+STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+)|\.([0-9a-f]{8}))?\Z")
+"""Matches the name of a checkpoint: its step, and its revision in a directory, or its attempt in a store of objects."""
+BESIDE = re.compile(r"(step-[0-9]{8,18}\.[0-9a-f]{8})\.(ended|hold\.[0-9a-f]{16})\Z")
+"""Matches what lies beside a checkpoint in a store of objects: the mark of its deletion, or a reader's hold."""
+SAVING = re.compile(r"\.saving-([0-9]{1,18})\Z")
+"""Matches the record of an opening that saves, in a store of objects."""
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 LOCK = ".lock"
 """The file in a partial directory that its writers lock."""
@@ -41,6 +46,12 @@ def checked_step(step: Any) -> int:
 def step_name(step: int) -> str:
     """The name of a step's directory, without a revision."""
     return f"step-{step:08d}"
+
+
+def with_attempt(name: str, attempt: str) -> str:
+    """The name of a file with an attempt before its ending, as in a store of objects; without one, the name itself."""
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}.{attempt}{dot}{ending}" if attempt else name
 
 
 def revisions(name: str) -> re.Pattern[str]:

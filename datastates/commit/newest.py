@@ -8,8 +8,8 @@ from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
-from datastates.commit.directory_tier import readable_tier
-from datastates.commit.tier import Committed, ReadableTier, facts_of
+from datastates.commit.tier import Committed, Tier
+from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -26,15 +26,15 @@ class Given(NamedTuple):
         only: The one that the path is; None if it is the place.
     """
 
-    tier: ReadableTier
+    tier: Tier
     only: Location | None = None
 
 
 def given(path: Location) -> Given:
     """Find out what a path means; raises StorageError."""
     if manifest.look(path) is not None:
-        return Given(readable_tier(path.parent), path)
-    return Given(readable_tier(path))
+        return Given(tier_of(path.parent), path)
+    return Given(tier_of(path))
 
 
 def candidates(place: Given, step: int | None = None, *, certain: bool = True) -> list[Location]:
@@ -82,7 +82,7 @@ def _what_is_there(path: Location) -> str:
     """The end of an error message: the checkpoints that a directory has instead of the wanted one."""
     if not store_of(path).exists(path):
         return ", which does not exist"
-    if every := list(committed(readable_tier(path))):
+    if every := list(committed(tier_of(path))):
         some = ", ".join(map(str, every[-_NAMED:]))
         return f", only of {'..., ' if len(every) > _NAMED else ''}{some}"
     if without := without_manifest(path):
@@ -90,12 +90,12 @@ def _what_is_there(path: Location) -> str:
     return ""
 
 
-def committed(tier: ReadableTier) -> dict[int, Location]:
+def committed(tier: Tier) -> dict[int, Location]:
     """The committed checkpoints in a tier by step, ascending. For a step saved again, the newest one."""
     return dict(sorted(by_age(tier).items()))
 
 
-def by_age(tier: ReadableTier, *, certain: bool = False) -> dict[int, Location]:
+def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     return oldest_first(tier.checkpoints(certain=certain))
 
@@ -109,7 +109,7 @@ def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:
     return found
 
 
-def by_certain_age(tier: ReadableTier, step: int | None = None) -> dict[int, Location]:
+def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:
@@ -126,7 +126,7 @@ def by_certain_age(tier: ReadableTier, step: int | None = None) -> dict[int, Loc
     while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
             if (found := manifest.look(newest)) is not None:
-                facts_of(newest, found.version)  # cached, unless it could not be read before
+                manifest.facts_of(newest, found.version)  # cached, unless it could not be read before
         every = by_age(tier)
         if choose() == newest:
             break
@@ -141,10 +141,10 @@ def in_order(every: Sequence[Committed]) -> list[tuple[int, Location]]:
     """
     known = [(one.changed, one.sequence) for one in every if one.sequence is not None]
 
-    def age(one: Committed) -> tuple[int, bool, int, int]:
+    def age(one: Committed) -> tuple[int, bool, int, int, str]:
         if one.sequence is not None:
-            return one.sequence, False, one.step, one.revision
+            return one.sequence, False, one.step, one.revision, one.attempt
         guess = max((sequence for changed, sequence in known if changed <= one.changed), default=0)
-        return guess, guess > 0, one.step, one.revision
+        return guess, guess > 0, one.step, one.revision, one.attempt
 
     return [(one.step, one.path) for one in sorted(every, key=age)]

@@ -64,6 +64,11 @@ class Pending(Uncommitted):
         return self.files[-1]
 
     @override
+    def add(self, name: str, data: bytes) -> Location:
+        folders_of(self.directory).create(path := self.file(name), data)
+        return path
+
+    @override
     def begin(self) -> Pending:
         root, again = self.target.parent, False
         if self._mark is None:
@@ -104,7 +109,7 @@ class Pending(Uncommitted):
 
     @override
     def commit(self, made: Manifest, ready: Callable[[], None] = lambda: None) -> Location:
-        folders_of(self.directory).create(self.file(manifest.FILE), manifest.encode(made))
+        self.add(manifest.FILE, manifest.encode(made))
         return self.publish([one.file for one in made.containers], ready)
 
     def publish(self, others: Iterable[str] = (), ready: Callable[[], None] = lambda: None) -> Location:

@@ -12,7 +12,6 @@ from datastates.commit.newest import in_order
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import FencedError
-from datastates.storage import folders_of
 from datastates.storage.location import Location
 
 
@@ -26,16 +25,16 @@ def outdated(tier: Tier, keep: Keep) -> list[Location]:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
     every = _newest_first(tier)
-    again = _superseded(every)
+    again = _superseded(tier, every)
     rest = [(step, path) for step, path in every if path not in again]
     if keep.last is None or len(rest) <= keep.last:
         return again
     kept, old = 0, []
     for step, path in rest:
         if kept == keep.last:
-            if (keep.every is None or step % keep.every) and not _is_link(path):
+            if (keep.every is None or step % keep.every) and not tier.is_link(path):
                 old.append(path)
-        elif not _is_link(path) and health.problem(path) is None:
+        elif not tier.is_link(path) and _is_whole(tier, path):
             kept += 1
     return [*again, *old[::-1]]
 
@@ -44,21 +43,26 @@ def _newest_first(tier: Tier) -> list[tuple[int, Location]]:
     return in_order(tier.checkpoints(certain=True, known=True))[::-1]
 
 
-def _superseded(every: list[tuple[int, Location]]) -> list[Location]:
+def _superseded(tier: Tier, every: list[tuple[int, Location]]) -> list[Location]:
     count = Counter(step for step, _ in every)
     again: set[int] = set()
     found = []
     for step, path in every:
-        if count[step] > 1 and not _is_link(path):
+        if count[step] > 1 and not tier.is_link(path):
             if step in again:
                 found.append(path)
-            elif health.problem(path) is None:
+            elif _is_whole(tier, path):
                 again.add(step)
     return found[::-1]
 
 
-def _is_link(path: Location) -> bool:
-    return folders_of(path).is_link(path)
+def _is_whole(tier: Tier, path: Location) -> bool:
+    if tier.whole is not None and path in tier.whole:
+        return True
+    is_whole = health.problem(path) is None
+    if is_whole and tier.whole is not None:
+        tier.whole.add(path)
+    return is_whole
 
 
 def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
@@ -76,8 +80,8 @@ def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
 def older(tier: Tier) -> list[Location]:
     """The checkpoints before the newest one that looks whole, the oldest first; no links."""
     every = _newest_first(tier)
-    whole = next((i for i, (_, path) in enumerate(every) if health.problem(path) is None), len(every))
-    return [path for _, path in every[:whole:-1] if not _is_link(path)]
+    whole = next((i for i, (_, path) in enumerate(every) if _is_whole(tier, path)), len(every))
+    return [path for _, path in every[:whole:-1] if not tier.is_link(path)]
 
 
 @contextlib.contextmanager

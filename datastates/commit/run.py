@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from datastates.commit import manifest, retention
-from datastates.commit.fence import Opening
+from datastates.commit.opening import Opening
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import CommitError, DatastatesError, StorageError
-from datastates.storage import folders_of
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 
@@ -100,9 +100,9 @@ def is_full(error: BaseException) -> bool:
 def explain(error: BaseException, needed: int, root: Location, more: str) -> None:
     """Add to a StorageError of a full disk how many bytes are needed and free, and ``more``."""
     if isinstance(error, StorageError):
-        free = None
+        free, store = None, store_of(root)
         with contextlib.suppress(StorageError):
-            free = folders_of(root).free(root)
+            free = store.free(root) if isinstance(store, Folders) else None
         has = "" if free is None else f", and {size(free)} are free in {root}"
         error.strerror = f"{error.strerror}; the file needs {size(needed)}{has}{more}"
 

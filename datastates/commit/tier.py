@@ -6,22 +6,16 @@ A tier also makes the checkpoints that are pending.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import NamedTuple
 
-from datastates.commit import manifest
 from datastates.commit.manifest import Manifest
 from datastates.commit.names import STEP
-from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
-from datastates.storage import store_of
+from datastates.commit.opening import Opening
+from datastates.errors import CheckpointNotFoundError
 from datastates.storage.location import Location
-
-_LOOKS = 8
-"""Checkpoints that are known and looked at again at each call."""
 
 
 class Committed(NamedTuple):
@@ -72,7 +66,11 @@ class Uncommitted(ABC):
 
     @abstractmethod
     def file(self, name: str) -> Location:
-        """The path for a new file of this process."""
+        """The path for a new file of this process. In a store of objects its name gets that of the attempt."""
+
+    @abstractmethod
+    def add(self, name: str, data: bytes) -> Location:
+        """Make a small file of this process; returns its path. Raises StorageError."""
 
     @abstractmethod
     def seal(self) -> None:
@@ -85,7 +83,8 @@ class Uncommitted(ABC):
         ``ready`` is called when nothing but the name is left to do. What it raises stops the commit.
 
         Raises:
-            StorageError: The commit failed; the checkpoint is not committed.
+            UncertainError: The store did not tell. It may be committed, now or later, so nothing of it may be removed.
+            StorageError, CommitError: The commit failed; the checkpoint is not committed, and never will be.
         """
 
     @abstractmethod
@@ -101,22 +100,25 @@ class Uncommitted(ABC):
         """Show no longer that the writer lives. Idempotent."""
 
 
-class ReadableTier:
-    """Lists and protects the checkpoints in one place of any store, for readers.
+class Tier(ABC):
+    """Lists, protects, commits and deletes the checkpoints in one place.
 
-    The store's list and the manifests tell all. Its methods can be called by several threads and processes at once.
-    They raise StorageError.
+    Its methods can be called by several threads and processes at once. They raise StorageError.
 
     Attributes:
         root: The place.
+        whole: The checkpoints that this process has seen whole; None where their files may change.
     """
+
+    whole: set[Location] | None = None
 
     def __init__(self, root: Location) -> None:
         """Remember the place; nothing is read yet."""
         self.root = root
-        self._found: dict[str, tuple[int, Committed]] = {}
-        self._last = ""
 
+    # --- reading
+
+    @abstractmethod
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
         """Every committed checkpoint, ordered by path.
 
@@ -125,58 +127,23 @@ class ReadableTier:
             known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
                 manifest in an old place is then seen a few calls later.
         """
-        steps = {n: i for n, i in store_of(self.root).numbers(self.root).items() if STEP.match(n)}
-        old = {n: one for n, one in self._found.items() if known and steps.get(n) == one[0]}
-        for name in self._turn(old):
-            del old[name]
-        every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
-        found = [one for _, one in every.values() if one is not None]
-        # no lock, which a fork might find taken: of two threads, the later one decides what is known
-        self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}
-        if all(one.sequence is not None for one in found):
-            return found
-        # the commit made the last change of a folder: it unlinked the lock
-        folders = [store_of(one.path).look(one.path) for one in found]
-        return [
-            one._replace(changed=folder.changed)
-            for one, folder in zip(found, folders, strict=True)
-            if folder is not None
-        ]
 
-    def _turn(self, old: Iterable[str]) -> list[str]:
-        """Some of the names, others at each call: a number of a listing may be given again, and a file be replaced."""
-        names = sorted(old)
-        begin = next((i for i, name in enumerate(names) if name > self._last), 0)
-        chosen = [*names[begin:], *names[:begin]][:_LOOKS]
-        self._last = chosen[-1] if chosen else ""
-        return chosen
+    def listed_once(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the calls of this thread may share one list of the place."""
+        return contextlib.nullcontext()
 
-    def _look(self, name: str, certain: bool) -> Committed | None:
-        """Look at one checkpoint; None if it is none."""
-        entry, match = self.root / name, STEP.match(name)
-        assert match is not None
-        if (file := manifest.look(entry)) is None:
-            return None
-        try:
-            sequence, attempt = facts_of(entry, file.version)
-        except CheckpointNotFoundError:  # another process has just deleted it
-            return None
-        except StorageError:
-            if certain:
-                raise
-            sequence, attempt = None, ""  # reported to whoever opens it
-        return Committed(sequence, int(match[1]), int(match[2] or 0), attempt, entry, 0)
+    def is_link(self, path: Location) -> bool:
+        """Whether a checkpoint is a link to one that lies elsewhere."""
+        del path
+        return False
 
-    @contextlib.contextmanager
-    def protect(self, path: Location) -> Iterator[None]:
-        """Keep a checkpoint from being deleted until the block ends, if the store has locks.
+    @abstractmethod
+    def protect(self, path: Location) -> contextlib.AbstractContextManager[None]:
+        """Keep a checkpoint from being deleted until the block ends, if the store lets this process do so.
 
         Raises:
             CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
         """
-        if manifest.look(path) is None:
-            raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
-        yield
 
     def keep(self, find: Callable[[], Location | None], reader: contextlib.ExitStack) -> Location | None:
         """Protect the checkpoint that ``find`` returns until ``reader`` closes.
@@ -192,28 +159,26 @@ class ReadableTier:
                     raise
         return path
 
+    @abstractmethod
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
-        """The debris of interrupted snapshots and deletions: pending checkpoints that no process writes.
+        """The debris of interrupted snapshots and deletions: what :meth:`sweep` would delete.
 
         ``targets`` matches the final name; the default matches the names of all steps.
         """
-        del targets
-        return []
 
+    # --- opening
 
-@functools.lru_cache(maxsize=1 << 16)
-def facts_of(path: Location, version: Hashable) -> tuple[int | None, str]:
-    """The sequence and the attempt in a manifest. Cached while the file's ``version`` stays the same."""
-    del version
-    try:
-        opened = manifest.open(path)
-    except FormatError:
-        return None, ""
-    return opened.sequence or 0, opened.attempt
+    @abstractmethod
+    def make(self) -> None:
+        """Make the place, where it needs to be made."""
 
+    @abstractmethod
+    def begin_opening(self) -> bytes:
+        """Begin to open the place, on rank 0; returns the argument for :meth:`opening`."""
 
-class Tier(ReadableTier, ABC):
-    """Commits, lists, protects and deletes the checkpoints in one place."""
+    @abstractmethod
+    def opening(self, told: bytes) -> Opening:
+        """The opening that rank 0 has begun, on any rank."""
 
     # --- writing
 
@@ -230,7 +195,7 @@ class Tier(ReadableTier, ABC):
         """
 
     @abstractmethod
-    def committing(self) -> AbstractContextManager[None]:
+    def committing(self) -> contextlib.AbstractContextManager[None]:
         """Keep others that commit in this place waiting until the block ends, if its store has locks."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from datastates.commit.directory_tier import sweep_beside
 from datastates.commit.pending import Pending, publish_files
+from datastates.commit.tiers import sweep_beside
 from datastates.config import IoSettings
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor

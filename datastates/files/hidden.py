@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.names import HIDDEN, hidden
 from datastates.commit.pending import Pending, publish_files
+from datastates.commit.tiers import tier_of
 from datastates.storage import Location
 from datastates.storage.location import PathLike
 

@@ -130,7 +130,7 @@ def _naming(path: Location, what: str, problems: Iterator[Problem]) -> Iterator[
 def recognises(path: Location) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
     if not store_of(path).is_file(path):
-        return store_of(path).exists(path / manifest.FILE)
+        return manifest.look(path) is not None
     return has_ending(path) or has_beginning(path)
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from datastates._base import log
 from datastates.commit import directories, health, manifest, newest
-from datastates.commit.directory_tier import readable_tier
+from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import dcp, deepspeed, hugging_face, own, safetensors_file, torch_file
 from datastates.formats.composite import LIGHTNING, MEGATRON, TRAINER
@@ -180,7 +180,7 @@ def opened(given: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterat
     path = Location.of(given)
     with (
         kept(path, step) as (kind, found),
-        health.advice(readable_tier(path), found, advice if found != path and step is None else None),
+        health.advice(tier_of(path), found, advice if found != path and step is None else None),
     ):
         yield of_step(kind.open(found), found, step)
 
@@ -195,9 +195,7 @@ def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
 
 def meeting_place(path: Location) -> Location:
     """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
-    has_checkpoints = (
-        store_of(path).is_folder(path) and not store_of(path).exists(path / manifest.FILE) and other(path) is None
-    )
+    has_checkpoints = store_of(path).is_folder(path) and manifest.look(path) is None and other(path) is None
     return path if has_checkpoints else path.parent
 
 

@@ -15,7 +15,7 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import manifest
 from datastates.commit.catalog import Catalog, Holders
 from datastates.commit.claims import key_hash, object_hash
-from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
+from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, attempt_in, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
@@ -61,6 +61,11 @@ class Head:
         """The container of one rank, from its facts in the manifest or the catalog."""
         identity = {"step": self.step, "rank": rank, "world_size": self.ranks, "attempt": self.attempt}
         return Named(self.path / file, nbytes, index_crc, identity)
+
+    def container_name(self, rank: int) -> str:
+        """The name of a rank's container, where several ranks wrote the checkpoint."""
+        assert self.catalog is not None
+        return container_name(rank, attempt_in(self.catalog.file, self.attempt))
 
     def encode(self) -> bytes:
         """Encode the head as bytes, to send it to other ranks."""
@@ -112,7 +117,7 @@ class Stored:
         """
         one = open_container(path)
         identity: dict[str, Any] = one.index.identity
-        step = identity["step"] if manifest.has_step(path, identity["rank"]) else None
+        step = identity["step"] if manifest.has_step(path, identity) else None
         stored = cls(Head(path, step, identity["attempt"], 1, None, None))
         stored._opened[0] = one
         return stored
@@ -179,7 +184,7 @@ class Stored:
         """A rank's container as the manifest or the catalog describes it: path, size and checksum of its index."""
         if (only := self.head.container) is not None:
             return self.head.named(rank, only.file, only.nbytes, only.index_crc32)
-        return self.head.named(rank, container_name(rank), *self.catalog.container(rank))
+        return self.head.named(rank, self.head.container_name(rank), *self.catalog.container(rank))
 
     def base(self, provider: str, rank: int) -> Container | None:
         """The container from which a rank takes a provider's objects; None if no container has the provider.

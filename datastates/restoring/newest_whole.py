@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health, manifest
-from datastates.commit.tier import ReadableTier
+from datastates.commit.tier import Tier
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.reading.stored import Head, Stored
@@ -21,7 +21,7 @@ from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 
 
-def advised(tier: ReadableTier, path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
+def advised(tier: Tier, path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older checkpoint that looks whole.
 
     It does nothing if the user asked for a step.
@@ -33,7 +33,7 @@ def advised(tier: ReadableTier, path: Location, request: RestoreRequest) -> cont
 def open_together(
     meeting: Meeting,
     request: RestoreRequest,
-    tier: ReadableTier,
+    tier: Tier,
     find: Callable[[], Location | None],
     reading: contextlib.ExitStack,
 ) -> Stored | None:
@@ -75,7 +75,7 @@ _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 def restore(
     providers: Sequence[StateProvider],
-    tier: ReadableTier,
+    tier: Tier,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meetings: Callable[[int], Meeting],
@@ -146,7 +146,7 @@ def restore(
 
 def compare(
     providers: Sequence[StateProvider],
-    tier: ReadableTier,
+    tier: Tier,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meeting: Meeting,

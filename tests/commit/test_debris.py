@@ -18,9 +18,9 @@ from hold import held
 import datastates as ds
 from datastates._base import process
 from datastates.commit import directory_tier, names
-from datastates.commit.directory_tier import tier_of
-from datastates.commit.fence import Opening
+from datastates.commit.fence import DirectoryOpening
 from datastates.commit.names import LOCK, partial
+from datastates.commit.tiers import tier_of
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
@@ -160,7 +160,7 @@ def test_what_another_host_writes_is_debris_once_it_has_stood_still_for_a_day(tm
 
 def test_what_a_fenced_opening_writes_is_debris(tmp_path: Path) -> None:
     elsewhere = "another-boot:4026531836/1:2"
-    older, newer = (Opening(tmp_path, n, owner) for n, owner in ((1, "older"), (2, "newer")))
+    older, newer = (DirectoryOpening(tmp_path, n, owner) for n, owner in ((1, "older"), (2, "newer")))
     left = [written(tmp_path, elsewhere, n, o, step) for step, (n, o) in enumerate([(1, "older"), (2, "newer")])]
     older.begin_to_save()
     assert tier_of(tmp_path).debris() == []

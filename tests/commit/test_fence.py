@@ -14,7 +14,7 @@ from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.cli.commands import main
 from datastates.commit import fence, manifest
-from datastates.commit.fence import Opening
+from datastates.commit.fence import DirectoryOpening
 from datastates.commit.pending import Pending
 from datastates.errors import FencedError, StorageError
 from datastates.providers import HostTensorProvider
@@ -22,9 +22,9 @@ from datastates.providers import HostTensorProvider
 OPTIONS = {"host_cache": "2MiB", "block": "1MiB"}
 
 
-def of_another_process(root: Path, name: str) -> Opening:
+def of_another_process(root: Path, name: str) -> DirectoryOpening:
     """An opening as another process would begin it."""
-    return Opening(root, fence._numbered(root, name), name)
+    return DirectoryOpening(root, fence._numbered(root, name), name)
 
 
 def providers(value: float = 1.0) -> list[HostTensorProvider]:

@@ -14,7 +14,7 @@ from hold import held
 
 import datastates as ds
 from datastates.commit import fence
-from datastates.commit.fence import Opening
+from datastates.commit.fence import DirectoryOpening
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider, ReplicatedProvider
 from datastates.storage import Location, store_of
@@ -113,7 +113,7 @@ def made_again(root: Path) -> None:
 
 def of_another_run(root: Path) -> None:
     made_again(root)
-    other = Opening(Location(root), fence._numbered(Location(root), "another process"), "another process")
+    other = DirectoryOpening(Location(root), fence._numbered(Location(root), "another process"), "another process")
     other.begin_to_save()
 
 
@@ -178,8 +178,8 @@ def test_a_rank_whose_mount_is_lost_makes_nothing_below_it(mount: Mount) -> None
     """The mount of one rank's machine: here the rank is told another path than the others."""
     (mount.at.parent / "disk" / "run").mkdir()
     roots = [mount.at.parent / "disk" / "run", mount.at / "run"]
-    openings = [Opening(Location(roots[0]), 1, "owner")]
-    openings.append(Opening.decode(Location(roots[1]), openings[0].encode()))
+    openings = [DirectoryOpening(Location(roots[0]), 1, "owner")]
+    openings.append(DirectoryOpening.decode(Location(roots[1]), openings[0].encode()))
     openings[0].begin_to_save()
     openings[1].refuse_elsewhere()
     mount.lose()

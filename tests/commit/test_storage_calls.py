@@ -13,7 +13,7 @@ from command import run_json
 
 import datastates as ds
 from datastates.commit import manifest, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
 from datastates.storage.local import LocalStore

@@ -11,11 +11,11 @@ import pytest
 from memory_folders import MemoryFolders
 
 from datastates.commit import directories, fence, manifest, newest, run
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.names import LOCK, step_name
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tier import Tier, Uncommitted
+from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, FencedError, StorageError
 from datastates.storage import Folders, Location, folders_of, stores
 from datastates.testing import TierTests
@@ -121,10 +121,10 @@ def test_a_newer_opening_of_another_process_fences(
     owners: list[str], tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(owners)
-    monkeypatch.setattr(fence, "_owner", lambda process: next(names))
-    first, second = fence.Opening.begin(tier.root), fence.Opening.begin(tier.root)
-    monkeypatch.setattr(fence, "_owner", lambda process: "neither")
-    first = fence.Opening.decode(tier.root, first.encode())
+    monkeypatch.setattr(fence, "owner_of", lambda process: next(names))
+    first, second = fence.DirectoryOpening.begin(tier.root), fence.DirectoryOpening.begin(tier.root)
+    monkeypatch.setattr(fence, "owner_of", lambda process: "neither")
+    first = fence.DirectoryOpening.decode(tier.root, first.encode())
     first.begin_to_save()
     begun = tier.pending(tier.root / step_name(1), mark=first.mark).begin()
     folders_of(tier.root).create(begun.file(manifest.container_name(0)), b"state")

@@ -39,8 +39,8 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.commit import fence, retention
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.newest import committed
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.executor.executor import arm_faults

@@ -18,7 +18,7 @@ from by_path import module_at
 import datastates as ds
 from datastates import _native
 from datastates.commit import fence, newest, retention
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
 from datastates.errors import DatastatesError
 from datastates.formats.own import verify_container

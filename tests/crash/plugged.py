@@ -23,7 +23,7 @@ import datastates as ds
 from datastates import _native
 from datastates.adapters.metrics.tensorboard import TensorBoardMetrics
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard, object_shard

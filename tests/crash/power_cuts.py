@@ -33,9 +33,9 @@ import numpy as np
 import datastates as ds
 from datastates.commit import newest
 from datastates.commit.directories import partials
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.fence import writers_of
 from datastates.commit.names import STEP
+from datastates.commit.tiers import tier_of
 from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.reading.every_container import open_checkpoint

@@ -13,7 +13,7 @@ import numpy as np
 import datastates as ds
 from datastates import _native
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 from datastates.storage import local, local_files

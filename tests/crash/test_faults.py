@@ -23,7 +23,7 @@ from datastates import _native
 from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.commit import fence, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import StorageError
 from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider
@@ -373,7 +373,7 @@ import os, subprocess, sys
 import numpy as np
 import datastates as ds
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]

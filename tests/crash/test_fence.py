@@ -16,7 +16,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import HostTensorProvider
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -11,7 +11,7 @@ import pytest
 
 import datastates as ds
 from datastates.commit import fence, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import from_state_dict
 
 PRELUDE = """

@@ -14,7 +14,7 @@ from steps import OPTIONS, assert_holds, providers
 import datastates as ds
 from datastates import _native
 from datastates.commit import retention
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location

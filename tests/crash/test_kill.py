@@ -17,7 +17,7 @@ from steps import OPERATIONS
 
 import datastates as ds
 from datastates import _native
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 
 LOOP = Path(__file__).with_name("training_loop.py")
 PYTHON_POINTS = [f"store.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]

@@ -20,7 +20,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 import datastates as ds
 from datastates import _native
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,

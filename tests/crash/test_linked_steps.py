@@ -12,7 +12,7 @@ from steps import OPTIONS, assert_holds, providers
 
 import datastates as ds
 from datastates.commit import directory_tier, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 
 
 @pytest.fixture

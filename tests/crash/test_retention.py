@@ -17,9 +17,10 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates.commit import manifest, newest, retention
-from datastates.commit.directory_tier import DirectoryTier, tier_of
+from datastates.commit.directory_tier import DirectoryTier
 from datastates.commit.pending import Pending
 from datastates.commit.tier import Tier
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider

@@ -14,8 +14,8 @@ from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates._base import faults
-from datastates.commit import manifest, newest, retention, run, tier
-from datastates.commit.directory_tier import tier_of
+from datastates.commit import manifest, newest, retention, run
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
 from datastates.errors import FormatError, StorageError
 
@@ -116,7 +116,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest
             lambda: ds.load(tmp_path)["model"]["a"][0],
             lambda: ds.restore(providers(0), tmp_path, fallback=True).step,
         ):
-            tier.facts_of.cache_clear()
+            manifest.facts_of.cache_clear()
             faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
             assert restored() == 100
 
@@ -128,7 +128,7 @@ def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
-        tier.facts_of.cache_clear()
+        manifest.facts_of.cache_clear()
         faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
         assert newest.find(newest.given(tmp_path), 80) == newer
 
@@ -139,7 +139,7 @@ def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    tier.facts_of.cache_clear()
+    manifest.facts_of.cache_clear()
     read = manifest.open
 
     def fail(path: Path) -> Any:
@@ -158,7 +158,7 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    tier.facts_of.cache_clear()
+    manifest.facts_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO))
     with pytest.raises(StorageError, match="step-00000080"):
         retention.outdated(tier_of(tmp_path), Keep(last=1))
@@ -167,7 +167,7 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
 
 def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
-    tier.facts_of.cache_clear()
+    manifest.facts_of.cache_clear()
     faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth=2))
     assert run.next_sequence(tier_of(tmp_path)) == 3
     assert run.next_sequence(tier_of(tmp_path)) == 3

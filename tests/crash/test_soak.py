@@ -22,7 +22,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import StorageError
 from datastates.formats.own import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict

@@ -18,7 +18,7 @@ from datastates.cli import commands
 from datastates.commit import fence, manifest, names, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.container.file import Container, open_container
 from datastates.container.table import Row
 from datastates.errors import TornSnapshotError

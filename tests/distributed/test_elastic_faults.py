@@ -19,8 +19,9 @@ from split_state import Split
 
 import datastates as ds
 from datastates.commit import manifest
-from datastates.commit.directory_tier import DirectoryTier, tier_of
+from datastates.commit.directory_tier import DirectoryTier
 from datastates.commit.tier import Tier
+from datastates.commit.tiers import tier_of
 from datastates.errors import (
     CheckpointNotFoundError,
     CommitError,

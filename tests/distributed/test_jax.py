@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import datastates as ds
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.providers import from_pytree
 
 SAVES = f"""{HEAD}

@@ -13,7 +13,7 @@ import pytest
 
 from datastates.cli import commands
 from datastates.commit import fence, newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 RANKS = 4

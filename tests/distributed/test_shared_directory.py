@@ -14,8 +14,8 @@ import short
 
 from datastates.cli import commands
 from datastates.commit import fence, manifest, newest
-from datastates.commit.directory_tier import tier_of
 from datastates.commit.pending import Pending
+from datastates.commit.tiers import tier_of
 from datastates.storage import store_of
 
 HERE = Path(__file__).parent

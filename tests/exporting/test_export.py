@@ -23,7 +23,7 @@ import datastates as ds
 from datastates._base import faults
 from datastates._base.faults import Fault
 from datastates.cli import commands
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.container.file import open_container
 from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
 from datastates.exporting import copying

@@ -15,7 +15,7 @@ from memory_keys import Memory, MemoryKeys
 from voting import ALL, SECONDS, SIZE, agree, joined, over_directory, together
 
 from datastates.commit import newest
-from datastates.commit.directory_tier import tier_of
+from datastates.commit.tiers import tier_of
 from datastates.errors import (
     ClosedError,
     CommitError,

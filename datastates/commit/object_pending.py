@@ -1,0 +1,179 @@
+"""Makes a checkpoint appear in a store of objects: its manifest is created once all else is there.
+
+Nothing is overwritten, renamed or copied. The names of its files have that of the attempt, so two writers of one name
+write the same bytes. ``manifest.json`` decides: a manifest, or a fence, which says that no checkpoint will be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from typing_extensions import override
+
+from datastates.commit import manifest, object_trial
+from datastates.commit.decision import Patience, decide
+from datastates.commit.manifest import FENCE, Manifest
+from datastates.commit.names import with_attempt
+from datastates.commit.tier import Uncommitted
+from datastates.errors import CommitError, DatastatesError, FormatError, StorageError, UncertainError
+from datastates.storage import store_of
+from datastates.storage.location import Location
+
+
+class Place(Protocol):
+    """What a checkpoint that is being written tells its tier."""
+
+    patience: Patience
+
+    def begun(self, one: ObjectPending) -> None:
+        """It is under way."""
+
+    def ended(self, one: ObjectPending, made: Manifest | None = None) -> None:
+        """It is under way no more. ``made``: its manifest, if it is committed."""
+
+
+class ObjectPending(Uncommitted):
+    """A checkpoint that is being written into a store of objects.
+
+    Attributes:
+        directory: Begins the names of its files: ``target`` with the name of the attempt, or as it is.
+    """
+
+    def __init__(self, place: Place, target: Location, attempt: str | None = None, mark: bytes | None = None) -> None:
+        """Choose the names; nothing is made yet. Arguments as for :meth:`Tier.pending`.
+
+        Without a ``mark``, ``target`` is the user's own name, and the checkpoint gets no other.
+        """
+        self.target = target
+        self.attempt = attempt or secrets.token_hex(4)
+        self.directory = target if mark is None else target.with_name(f"{target.name}.{self.attempt}")
+        self._place = place
+        self._is_given = mark is None
+        self._is_alone = attempt is None or mark is None  # so that nobody else commits this attempt
+        self._files: list[Location] = []
+        self._begun = _now()
+
+    @override
+    def path(self, name: str) -> Location:
+        return self.directory / name
+
+    @override
+    def file(self, name: str) -> Location:
+        self._files.append(self.path(with_attempt(name, self.attempt)))
+        return self._files[-1]
+
+    @override
+    def add(self, name: str, data: bytes) -> Location:
+        path = self.file(name)
+        try:
+            found = decide(path, data, self._place.patience.fence, self._place.patience)
+        except UncertainError as error:  # of this file: the checkpoint is certainly not committed
+            raise StorageError(error.errno or 0, error.operation, str(path), str(error)) from error
+        if found != data:
+            raise CommitError(f"{path} was made by another attempt of the same name")
+        return path
+
+    @override
+    def begin(self) -> ObjectPending:
+        self._begun = _now()
+        self._place.begun(self)
+        return self
+
+    @override
+    def seal(self) -> None:
+        """Do nothing: what a store has answered is durable."""
+
+    @override
+    def commit(self, made: Manifest, ready: Callable[[], None] = lambda: None) -> Location:
+        if self._is_given:  # an opening has tried it when it began to save
+            object_trial.refuse_overwriting(self.directory.parent)
+        ready()
+        if not self._is_in_time():
+            raise CommitError(f"{self.directory} is not committed: it was begun more than 12 hours ago")
+        data = manifest.encode(made)
+        files, self._files = self._files, []  # nothing is removed before its key was read
+        try:
+            found, why = self._decided(data)
+        except UncertainError:
+            raise
+        except StorageError:
+            self._files = files
+            raise
+        if found == data or _is_same(found, made):
+            self._place.ended(self, made)
+            return self.directory
+        self._files = [file for file in files if file.name not in _named_in(found)]
+        self._is_alone = True  # the key is decided: nobody commits this attempt any more
+        raise CommitError(f"{self.directory} is not committed, and never will be: {why}")
+
+    def _decided(self, data: bytes) -> tuple[bytes, str]:
+        """The bytes that decide, and why they are not ``data``."""
+        key, patience = self.directory / manifest.FILE, self._place.patience
+        try:
+            found = decide(key, data, patience.commit, patience, self._is_in_time)
+        except UncertainError as error:
+            try:
+                found = decide(key, FENCE, patience.fence, patience)
+            except StorageError:
+                raise UncertainError(
+                    0,
+                    "commit",
+                    str(self.directory),
+                    f"{self.directory} may be committed, now or later, or not: the store did not tell ({error}). What "
+                    "is listed is whole. If it does not appear, a later run removes its files",
+                ) from error
+            if found == FENCE:
+                return found, f"given up, as the store did not tell whether it was made ({error})"
+        if manifest.is_fence(found):
+            return found, "a clean-up or another process gave it up first"
+        return found, f"{key} is another attempt's"
+
+    def _is_in_time(self) -> bool:
+        return _now() - self._begun < self._place.patience.attempt
+
+    @override
+    def leave(self) -> None:
+        self._files.clear()
+
+    @override
+    def abandon(self) -> None:
+        files, self._files = self._files, []
+        # what is left, a later run removes
+        with contextlib.suppress(DatastatesError):
+            if files and (self._is_alone or manifest.is_fence(self._fenced())):
+                store_of(self.directory).discard(files)
+        self.close()
+
+    def _fenced(self) -> bytes:
+        """Let nobody commit it any more, if that takes one try; returns the bytes that decide."""
+        return decide(self.directory / manifest.FILE, FENCE, 0, self._place.patience)
+
+    @override
+    def close(self) -> None:
+        self._place.ended(self)
+
+
+def _now() -> float:
+    """Seconds on a clock that counts a machine's sleep, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _is_same(found: bytes, made: Manifest) -> bool:
+    """Whether a manifest is of the same attempt with the same bytes: another process has committed them."""
+    try:
+        other = manifest.decode(found, "")
+    except FormatError:
+        return False
+    return (other.step, other.attempt, other.containers) == (made.step, made.attempt, made.containers)
+
+
+def _named_in(found: bytes) -> set[str]:
+    """The files that a manifest names, which must not be removed; none for a fence."""
+    if manifest.is_fence(found):
+        return set()
+    other = manifest.decode(found, "")
+    return {one.file for one in (*other.containers, other.catalog) if one is not None}

@@ -1,0 +1,314 @@
+"""The tier of a store of objects: creating a manifest commits, a mark announces a deletion, and a hold a reader.
+
+Beside a checkpoint ``NAME`` lie ``NAME.ended``, once its deletion has begun, and ``NAME.hold.TOKEN`` for each reader. A
+reader makes its hold before it looks for the mark, and who deletes makes the mark before it looks for holds. So one of
+them sees the other. Only what has the name of an attempt is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import re
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from typing_extensions import override
+
+from datastates._base import log
+from datastates._base.tasks import each
+from datastates.commit import manifest, object_opening
+from datastates.commit.decision import DENIED, Patience, decide
+from datastates.commit.manifest import FENCE, Manifest
+from datastates.commit.names import BESIDE, STEP
+from datastates.commit.object_opening import ObjectOpening
+from datastates.commit.object_pending import ObjectPending
+from datastates.commit.tier import Committed, Tier
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.storage import Entry, Store, store_of
+from datastates.storage.location import Location
+from datastates.storage.objects import AT_ONCE
+
+_DAY = 86_400 * 10**9
+HOLD = 2 * _DAY
+"""Nanoseconds for which a hold counts."""
+SWEEP = _DAY
+"""Nanoseconds after which an attempt without a decision is taken for dead. See :attr:`Patience.attempt`."""
+KEPT = 7 * _DAY
+"""Nanoseconds for which a fence and a mark stay: a request that was sent before may arrive."""
+
+_Now = Callable[[], int]
+
+
+class ObjectTier(Tier):
+    """The checkpoints below one place in a store of objects. See :class:`ObjectPending` for how one of them appears."""
+
+    def __init__(self, root: Location, patience: Patience | None = None) -> None:
+        """Remember the place; nothing is read yet."""
+        super().__init__(root)
+        self.patience = patience or Patience()
+        self.whole = set()
+        self._known: dict[str, Committed | None] = {}  # None: fenced
+        self._pending: weakref.WeakSet[ObjectPending] = weakref.WeakSet()
+        self._openings: weakref.WeakSet[ObjectOpening] = weakref.WeakSet()
+        self._sharing = _Sharing()
+
+    # --- listing
+
+    def names(self, *, anew: bool = False) -> dict[str, Entry]:
+        """What lies in the place; within :meth:`listed_once`, as this thread has listed it, unless ``anew``."""
+        if anew or self._sharing.names is None:
+            found = store_of(self.root).entries(self.root)
+            if self._sharing.depth:
+                self._sharing.names = found
+            return found
+        return self._sharing.names
+
+    @override
+    @contextlib.contextmanager
+    def listed_once(self) -> Iterator[None]:
+        self._sharing.depth += 1
+        try:
+            yield
+        finally:
+            self._sharing.depth -= 1
+            if not self._sharing.depth:
+                self._sharing.names = None
+
+    @override
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        names = self.names()
+        steps = sorted(n for n, e in names.items() if e.kind == "folder" and STEP.match(n) and _mark(n) not in names)
+        under_way = {one.directory.name for one in self._pending} if known else set()
+        new = [n for n in steps if n not in under_way and not (n in self._known and (known or _attempt(n)))]
+        looked = dict(zip(new, each(partial(self._look, certain=certain), new, AT_ONCE), strict=True))
+        every = {n: looked[n] if n in looked else self._known.get(n) for n in steps}
+        return [one for one in every.values() if one is not None]
+
+    def _look(self, name: str, *, certain: bool) -> Committed | None:
+        """Look at one checkpoint; None if it is none. What cannot change is known from then on."""
+        path, match = self.root / name, STEP.match(name)
+        assert match is not None
+        try:
+            sequence, attempt = _facts(store_of(path), path) if _attempt(name) else _facts_of_copy(path)
+        except CheckpointNotFoundError as error:
+            if isinstance(error, manifest.DecidedAgainstError):
+                self._known[name] = None
+            return None
+        except StorageError:
+            if certain:
+                raise
+            sequence, attempt = None, ""  # reported to whoever opens it
+        found = Committed(sequence, int(match[1]), int(match[2] or 0), attempt, path, 0)
+        if sequence is not None:
+            self._known[name] = found
+        return found
+
+    def begun(self, one: ObjectPending) -> None:
+        """A checkpoint is under way: lists need not look at it."""
+        self._pending.add(one)
+
+    def ended(self, one: ObjectPending, made: Manifest | None = None) -> None:
+        """A checkpoint is under way no more; ``made`` is its manifest if it is committed."""
+        self._pending.discard(one)
+        if made is not None and _attempt(name := one.directory.name):
+            assert self.whole is not None
+            self.whole.add(one.directory)
+            self._known[name] = Committed(made.sequence, made.step, 0, made.attempt, one.directory, 0)
+            if self._sharing.names is not None:
+                self._sharing.names[name] = Entry("folder", 0, 0, None)
+
+    # --- writing
+
+    @override
+    def make(self) -> None:
+        """Do nothing: the list of :meth:`begin_opening` tells whether the bucket is there."""
+
+    @override
+    def begin_opening(self) -> bytes:
+        return object_opening.begin(self)
+
+    @override
+    def opening(self, told: bytes) -> ObjectOpening:
+        opening = ObjectOpening(self, told)
+        self._openings.add(opening)
+        return opening
+
+    @override
+    def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> ObjectPending:
+        return ObjectPending(self, target, attempt, mark)
+
+    @override
+    def committing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @override
+    def of_attempt(self, target: Location, attempt: str) -> Location | None:
+        for path in (target.with_name(f"{target.name}.{attempt}"), target):
+            with contextlib.suppress(CheckpointNotFoundError, FormatError):
+                if manifest.open(path).attempt == attempt:
+                    return path
+        return None
+
+    # --- reading
+
+    @override
+    @contextlib.contextmanager
+    def protect(self, path: Location) -> Iterator[None]:
+        held = self._hold(path) if _attempt(path.name) else []
+        try:
+            if manifest.look(path) is None:
+                raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
+            if _attempt(path.name) and store_of(path).is_file(_marked(path)):
+                raise CheckpointNotFoundError(f"{path} is being deleted")
+            yield
+        finally:
+            with contextlib.suppress(StorageError):  # it counts for two days only
+                store_of(path).discard(held)
+
+    def _hold(self, path: Location) -> list[Location]:
+        """Make a hold; none if this process may not write there."""
+        hold = path.with_name(f"{path.name}.hold.{secrets.token_hex(8)}")
+        try:
+            decide(hold, b"hold\n", self.patience.fence, self.patience)
+        except StorageError as error:
+            if error.errno in (*DENIED, errno.EROFS):
+                return []
+            raise
+        return [hold]
+
+    def _is_held(self, name: str, names: Mapping[str, Entry], now: _Now) -> bool:
+        begin = f"{name}.hold."
+        holds = [entry.changed for other, entry in names.items() if other.startswith(begin)]
+        return bool(holds) and now() - max(holds) < HOLD
+
+    def _now(self) -> int:
+        return store_of(self.root).now(self.root / f".now-{secrets.token_hex(8)}")
+
+    # --- deleting
+
+    @override
+    def remove(self, path: Location) -> bool:
+        names, name = self.names(), path.name
+        for opening in self._openings:
+            opening.refuse_if_fenced()
+        if name not in names:
+            return True
+        if not _attempt(name) or self._is_held(name, names, self._now):
+            return False
+        decide(_marked(path), b"ended\n", self.patience.fence, self.patience)
+        if self._is_held(name, self.names(anew=True), self._now):
+            return False  # a later sweep deletes it
+        self._clear(path)
+        return True
+
+    def _clear(self, path: Location) -> None:
+        """Remove all objects of a checkpoint that is marked, or of an attempt that is fenced; the manifest last."""
+        files = {path / name for name in store_of(path).entries(path, deep=True)}
+        key = path / manifest.FILE
+        store_of(path).discard(sorted(files - {key}))
+        store_of(path).discard(sorted(files & {key}))
+
+    @override
+    def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
+        del targets
+        return [path for path, _ in self._left(time.time_ns)]  # nothing rides on this machine's clock here
+
+    @override
+    def sweep(self, targets: re.Pattern[str] = STEP) -> None:
+        del targets
+        for path, remove in self._left(functools.cache(self._now)):
+            log.warning("removing the debris of an interrupted run: %s", path)
+            try:
+                remove()
+            except StorageError as error:
+                if error.errno not in DENIED:
+                    raise
+                log.warning("it is another user's, and is left: %s", error)
+
+    def _left(self, now: _Now) -> Iterator[tuple[Location, Callable[[], None]]]:
+        """What nobody needs any more, each with the call that removes it."""
+        store = store_of(self.root)
+        with self.listed_once():
+            committed = {one.path for one in self.checkpoints(known=True)}
+            names = self.names()
+        for name in sorted(names):
+            path, beside = self.root / name, BESIDE.match(name)
+            if beside is not None:
+                if beside[2] == "ended":
+                    is_left = beside[1] not in names and now() - names[name].changed > KEPT
+                else:
+                    is_left = now() - names[name].changed > HOLD
+                if is_left:
+                    yield path, partial(store.discard, [path])
+            elif _attempt(name) and names[name].kind == "folder":
+                if _mark(name) in names:  # the list was made after the mark
+                    if not self._is_held(name, names, now):
+                        yield path, partial(self._clear, path)
+                elif path not in committed and (remove := self._dead(path, now)) is not None:
+                    yield path, remove
+
+    def _dead(self, path: Location, now: _Now) -> Callable[[], None] | None:
+        """The call that removes what an attempt has left; None if it may be alive, or needs nothing."""
+        store, key = store_of(path), path / manifest.FILE
+        found = store.entries(path, deep=True)
+        decided = found.pop(manifest.FILE, None)
+        files = [path / name for name in sorted(found)]
+        if decided is None:
+            if not found or now() - max(entry.changed for entry in found.values()) <= SWEEP:
+                return None
+            return partial(self._fence, key, files)
+        if manifest.look(path) is not None:
+            return None
+        if files:
+            return partial(store.discard, files)
+        return partial(store.discard, [key]) if now() - decided.changed > KEPT else None
+
+    def _fence(self, key: Location, files: list[Location]) -> None:
+        """Let nobody commit an attempt any more, then remove its files. If it is committed now, leave it."""
+        if manifest.is_fence(decide(key, FENCE, self.patience.fence, self.patience)):
+            store_of(key).discard(files)
+
+
+class _Sharing(threading.local):
+    """A thread's blocks of :meth:`ObjectTier.listed_once`: how many, and the list that they share."""
+
+    depth = 0
+    names: dict[str, Entry] | None = None
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _facts(store: Store, path: Location) -> tuple[int | None, str]:
+    """The sequence and the attempt in a manifest that never changes."""
+    del store
+    try:
+        opened = manifest.open(path)
+    except FormatError:
+        return None, ""
+    return opened.sequence or 0, opened.attempt
+
+
+def _facts_of_copy(path: Location) -> tuple[int | None, str]:
+    """As :func:`_facts`, of a copy of a directory, which may be copied again."""
+    if (file := manifest.look(path)) is None:
+        raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
+    return manifest.facts_of(path, file.version)
+
+
+def _attempt(name: str) -> str:
+    """The attempt in the name of a checkpoint; empty without one."""
+    match = STEP.match(name)
+    return "" if match is None else match[3] or ""
+
+
+def _mark(name: str) -> str:
+    return f"{name}.ended"
+
+
+def _marked(path: Location) -> Location:
+    return path.with_name(_mark(path.name))
