@@ -272,6 +272,10 @@ class WritePlan:
     def eager_extents(self) -> int:
         """Number of extents that hold bytes of eager sources: the first ones."""
 
+    @property
+    def file_length(self) -> int:
+        """Where the last extent ends in the file, in bytes."""
+
 class ReadPlan:
     """The ranges to read from a container file, their destinations and their checksums. Immutable."""
 
@@ -363,7 +367,7 @@ class Executor:
 
     def submit_write(
         self,
-        path: str | bytes | None,
+        place: str | bytes | Outlet | None,
         plan: WritePlan,
         ptr: _U64,
         device: _I32,
@@ -377,9 +381,8 @@ class Executor:
         Capturing waits for free cache blocks. If this call raises, it leaves no file.
 
         Args:
-            path: The container, which :meth:`WriteJob.create` creates meanwhile. None: the caller creates it later.
-                Nothing is written before. So this call would wait for ever if the eager sources needed more blocks than
-                the cache has.
+            place: The container, as for :meth:`WriteJob.create`. None: the caller creates it later. Nothing is written
+                before. So this call would wait for ever if the eager sources needed more blocks than the cache has.
             plan: The plan.
             ptr: Address of each source. The memory must stay alive until it is captured or the job is aborted; that of
                 lazy sources must stay unchanged as well.
@@ -414,6 +417,28 @@ class Executor:
     def abandon(self) -> None:
         """In a forked child: never wait for the parent's threads again, even when objects are destroyed."""
 
+class HandedBytes(Buffer):
+    """Bytes of a file, held in the host cache until this object and all views of it are gone."""
+
+    def __len__(self) -> int: ...
+
+class Outlet:
+    """An iterator over the bytes of one job's file, in their order. Thread-safe.
+
+    It waits for the next ones. After the job has failed it raises ClosedError. Whoever iterates tells how it ended.
+    """
+
+    def __init__(self, name: str | bytes) -> None:
+        """``name``: of the object that is made, for errors."""
+
+    def __iter__(self) -> Outlet: ...
+    def __next__(self) -> HandedBytes: ...
+    def finish(self) -> None:
+        """Tell that the object is made and durable."""
+
+    def fail(self, number: int, operation: bytes, path: bytes, text: bytes) -> None:
+        """Let the job fail with a StorageError of these parts."""
+
 class WriteJob:
     """One container that is being captured and written. Destroying it before ``finish`` aborts it."""
 
@@ -425,15 +450,15 @@ class WriteJob:
     def written(self) -> bool:
         """Whether all extents are written; they need not be synced."""
 
-    def create(self, path: str | bytes) -> None:
+    def create(self, place: str | bytes | Outlet) -> None:
         """Create the file in the background; it must not exist. If that fails, the job fails.
 
-        Call it once, and only if ``submit_write`` got no path.
+        An outlet hands the file over instead. Call it once, and only if ``submit_write`` got no place.
         """
 
     @property
     def made(self) -> bool:
-        """Whether the job has created its file."""
+        """Whether the job has created its file, or has begun to hand it over."""
 
     def wait_made(self, timeout: float | None = None) -> bool:
         """Wait until the job has created its file; False after ``timeout``. Raises the error of a failed job."""
@@ -473,6 +498,8 @@ class WriteJob:
 
     def finish(self, tail: Buffer) -> None:
         """Wait until all extents are written, append ``tail``, cut the file to length, sync it and close it.
+
+        A file that is handed over gets its end first; this then waits until its outlet is told that it is made.
 
         Raises the error of a failed job, and ClosedError after ``abort`` or an earlier ``finish``.
         """

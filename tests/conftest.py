@@ -28,6 +28,7 @@ from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
+from datastates.storage import Location
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 import frameworks
@@ -118,7 +119,7 @@ def write_file() -> WriteFile:
         saver = Saver(used.executor, ContainerFraming(bare=True, nested=nested))
         try:
             provider = from_state_dict("file", value)
-            return used.take_file(saver, [provider], path, attempt=attempt, begin=time.monotonic())
+            return used.take_file(saver, [provider], Location(path), attempt=attempt, begin=time.monotonic())
         finally:
             if engine is None:
                 used.close()

@@ -15,7 +15,7 @@ from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
-from datastates.executor.handed import Handed
+from datastates.executor.handed import Handed, hand_over
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
@@ -70,8 +70,9 @@ class Executor:
             host_cache: Limit of the host cache in bytes; at least two blocks.
         """
         self.block = int(settings.block)
+        self.cache = host_cache // self.block * self.block
         self._options: dict[str, Any] = {
-            "cache_bytes": host_cache // self.block * self.block,
+            "cache_bytes": self.cache,
             "block_bytes": self.block,
             "queue_depth": settings.queue_depth,
             "backend": settings.io_backend,
@@ -117,7 +118,7 @@ class Executor:
 
         Args:
             path: The container, which must not exist. It is created in the background; if that fails, the job fails.
-                None: nothing is written until :func:`create` is called. The eager sources must then fit into the host
+                None: nothing is written until :meth:`create` is called. The eager sources must then fit into the host
                 cache.
             prepared: The container's plan, from :func:`prepare_write`.
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
@@ -125,8 +126,22 @@ class Executor:
             replicas: Memory to digest, whether or not it is written, and the address of each range of it. It must stay
                 alive like the sources.
         """
-        place = None if path is None else _opened(path)
+        place = None if path is None else self._place(path, prepared)
         return self._core().submit_write(place, prepared, *sources, witness, *(replicas or ()))
+
+    def create(self, job: WriteJob, path: Location, prepared: PreparedWrite) -> None:
+        """Create the container of a job that was submitted without a path, in the background.
+
+        A failure fails the job. ``prepared`` is its plan.
+        """
+        job.create(self._place(path, prepared))
+
+    def _place(self, path: Location, prepared: PreparedWrite) -> bytes | _native.Outlet:
+        """The path of a new container; what hands it over, if it is an object of a store."""
+        store = store_of(path)
+        if store.traits.has_files:
+            return _opened(path)
+        return hand_over(store, path, prepared.file_length, self.block, self.cache)
 
     def submit_read(
         self,
@@ -162,11 +177,6 @@ class Executor:
         if self._native is not None:
             self._native.close()
             self._native = None
-
-
-def create(job: WriteJob, path: Location) -> None:
-    """Create the container of a job that was submitted without a path, in the background. A failure fails the job."""
-    job.create(_opened(path))
 
 
 def columns(buffers: Sequence[Buffer]) -> Columns:

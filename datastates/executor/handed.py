@@ -1,14 +1,23 @@
-"""Objects of stores as files of the native core, whose threads ask for the bytes as they need them."""
+"""Objects of stores as files of the native core, whose threads ask for the bytes, or hand them over."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from datastates.errors import storage_errors
+from typing_extensions import Buffer
+
+from datastates import _native
+from datastates._base.workers import Workers
+from datastates.errors import StorageError, said, storage_errors
 from datastates.storage.location import Location
 from datastates.storage.objects import Store
+
+_MOST_UPLOADS = 32
+"""Largest number of objects that are uploaded at a time."""
+_uploads = Workers("datastates-upload", _MOST_UPLOADS)
 
 
 class Handed:
@@ -36,3 +45,47 @@ class Handed:
             traceback.clear_frames(error.__traceback__)  # what they hold of the memory
             self.failure = error
             raise
+
+
+def hand_over(store: Store, path: Location, nbytes: int, block: int, cache: int) -> _native.Outlet:
+    """Begin to make an object of a write job's bytes, on a thread; returns what the job hands them over by.
+
+    The store gets them as they lie in the blocks of the host cache, which are free again once it has let go of them.
+
+    Args:
+        store: The store of the object.
+        path: The object, which must not exist.
+        nbytes: Bytes of the arrays in it.
+        block: Length of a block in bytes.
+        cache: Length of the host cache in bytes.
+
+    Raises:
+        ThreadStartError: There is no thread for it.
+    """
+    outlet = _native.Outlet(os.fsencode(str(path)))
+    piece = store.traits.best_piece
+    # a part of an upload lies in up to three blocks, of which none may be small; and a fourth one must come free.
+    # Stores take some thousand parts, so a long object has long ones
+    is_small = cache < max(4 * block, 4 * piece, nbytes // 1000)
+    _uploads.do(partial(_upload, store, path, outlet, nbytes, block if is_small else min(block, piece) // 2))
+    return outlet
+
+
+def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, most_copied: int) -> None:
+    try:
+        with storage_errors("write", str(path)):
+            store.upload(path, _pieces(outlet, most_copied), nbytes)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # what they hold of the memory
+        if not isinstance(error, StorageError):
+            error = StorageError(0, "write", str(path), f"write {path}: {type(error).__name__}: {said(error)}")
+        told = (error.operation, str(error.filename), str(error))
+        outlet.fail(error.errno or 0, *map(os.fsencode, told))
+    else:
+        outlet.finish()
+
+
+def _pieces(outlet: _native.Outlet, most_copied: int) -> Iterator[Buffer]:
+    """The bytes that are handed over. Of short pieces a copy, so that their blocks are free at once."""
+    for piece in outlet:
+        yield bytes(piece) if len(piece) <= most_copied else piece

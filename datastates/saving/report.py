@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datastates.executor.timeline import Stage
+from datastates.storage.location import Face
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class Report:
 
     Attributes:
         step: The training step that the snapshot was taken at.
-        path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
+        path: The path of the checkpoint directory: the expected one until the commit, then the actual one. The address
+            of one in a store.
         state: The state that the snapshot has reached: ``started``, ``captured``, ``persisted``, ``committed`` or
             ``failed``.
         nbytes: Bytes of the arrays.
@@ -25,7 +26,8 @@ class Report:
         capture_seconds: Time from the call until captured; None before that.
         persist_seconds: Time from the call until persisted; None before that.
         commit_seconds: Time from the call until committed; None before that.
-        backend: ``io_uring``, ``pwrite``, or ``memory`` for a file in memory. Empty until the writing has begun.
+        backend: ``io_uring``, ``pwrite``, ``memory`` for a file in memory, or ``handed`` for a store. Empty until the
+            writing has begun.
         direct: Whether writing bypasses the page cache.
         stages: By the name of a stage, the sums of its finished work; see :class:`~datastates.executor.timeline.Stage`.
         executor: Figures of the native core; empty until the writing has begun. The keys are:
@@ -41,7 +43,7 @@ class Report:
     """
 
     step: int
-    path: Path
+    path: Face
     state: str
     nbytes: int
     file_nbytes: int

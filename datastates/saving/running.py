@@ -15,7 +15,7 @@ from datastates.commit.ending import Ending
 from datastates.commit.replicas import ReplicaDigests
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
-from datastates.executor.executor import Executor, PreparedWrite, create
+from datastates.executor.executor import Executor, PreparedWrite
 from datastates.executor.jobs import NOTHING, WriteJob, recorded
 from datastates.saving.collect import Collected
 from datastates.saving.frame import Frame
@@ -150,7 +150,7 @@ class Running:
         if not self._is_open:
             self.ending.open()
             self._is_open = True
-            create(self.job, self.ending.path)
+            self.executor.create(self.job, self.ending.path, self.planned.prepared)
 
     @property
     def job(self) -> WriteJob:

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
 
 from datastates._base import log, workers
@@ -22,7 +21,7 @@ from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotT
 from datastates.executor.jobs import NOTHING, Recorded
 from datastates.executor.timeline import FINEST, TRAINING_THREAD, Span, stages, write_trace
 from datastates.saving.report import Report
-from datastates.storage.location import Location
+from datastates.storage.location import Face, Location
 
 NOWHERE = Location("")
 """The path of a snapshot that is not known yet."""
@@ -118,9 +117,12 @@ class Snapshot:
         return self._step
 
     @property
-    def path(self) -> Path:
-        """The path of the checkpoint directory: the expected one until the commit, then the actual one."""
-        return Path(self._path)
+    def path(self) -> Face:
+        """The path of the checkpoint directory: the expected one until the commit, then the actual one.
+
+        The address, as a string, of one in a store.
+        """
+        return self._path.face
 
     @property
     def captured(self) -> bool:

@@ -14,12 +14,12 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from datastates.errors import StorageError, UncertainError
 from datastates.storage.location import Location
@@ -29,7 +29,15 @@ SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 PATIENCE = 60.0
 """Seconds for which a request is sent again while a server is silent or busy, but for one that creates an object."""
 _PIECE = 8 << 20
+_PARTS_AT_ONCE = 12
+"""Parts of one object that are uploaded at a time."""
+_MOST_PARTS = 9000
+"""Parts of one object: stores take at most 10,000."""
+_FEW = 3
+"""From so many objects of a folder on, their lengths are taken from a list of the folder."""
 _LONGEST_NAME = 200
+_END = 4096
+"""Last bytes of an object that tell whether it was made."""
 _STATUS = re.compile(r"status code: \d+ [\w ]+|HTTP error: [\w :]+")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
@@ -74,6 +82,15 @@ class Buckets(Store):
     @override
     def length_if_there(self, path: Location) -> int | None:
         return None if (found := self._object(path)) is None else found.nbytes
+
+    @override
+    def lengths(self, paths: Sequence[Location]) -> list[int | None]:
+        folders = {path.parent for path in paths}
+        if len(folders) * _FEW > len(paths):
+            return super().lengths(paths)
+        there = {folder: self.entries(folder) for folder in folders}
+        found = (there[path.parent].get(path.name) for path in paths)
+        return [None if one is None or one.kind != "file" else one.nbytes for one in found]
 
     @override
     def entries(self, folder: Location, *, deep: bool = False) -> dict[str, Entry]:
@@ -132,6 +149,26 @@ class Buckets(Store):
             return _Pieces(path, _obstore().open_writer(self._client(path), key, buffer_size=_PIECE))
 
     @override
+    def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
+        key = self._key("create", path)
+        part = -(-max(nbytes, 1) // (_MOST_PARTS * _PIECE)) * _PIECE
+        counted = _Counted(pieces)
+        data = b"".join(counted) if nbytes <= part else counted
+        try:
+            with _told("write", path, decides=True):
+                _obstore().put(self._client(path), key, data, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+        except StorageError as error:
+            # where the answer to the last request is lost, servers say that the upload is absent or wrong
+            if error.errno == errno.EACCES or not self._is_there(path, counted):
+                raise
+
+    def _is_there(self, path: Location, counted: _Counted) -> bool:
+        """Whether all bytes have been sent, and an object of their length ends as they do."""
+        if not counted.ended or self.length_if_there(path) != counted.nbytes:
+            return False
+        return self._range(path, counted.nbytes - len(counted.end), len(counted.end)) == counted.end
+
+    @override
     def discard(self, paths: Sequence[Location]) -> None:
         for path in paths:
             key = self._key("remove", path)
@@ -180,6 +217,34 @@ def every_bucket() -> Buckets:
     if importlib.util.find_spec("obstore") is None:
         raise ValueError("buckets are read through obstore: pip install 'datastates[stores]'")
     return Buckets()
+
+
+class _Counted:
+    """Pieces of an object, and what is known of those that were taken.
+
+    Attributes:
+        nbytes: Their length.
+        end: Their last bytes.
+        ended: Whether there are no more.
+    """
+
+    def __init__(self, pieces: Iterator[Buffer]) -> None:
+        self._pieces = pieces
+        self.nbytes, self.end, self.ended = 0, b"", False
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self.ended = True
+            raise
+        view = memoryview(piece)
+        self.nbytes += view.nbytes
+        self.end = bytes(view[-_END:]) or self.end
+        return piece
 
 
 class _Pieces(Writer):

@@ -7,10 +7,13 @@ number fits. Methods can be called from several threads at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from typing_extensions import Buffer
 
 from datastates._base.tasks import each
 from datastates.errors import StorageError
@@ -177,6 +180,26 @@ class Store(ABC):
     @abstractmethod
     def writer(self, path: Location) -> Writer:
         """Begin to write a new object in pieces; raises StorageError with EEXIST, now or later, if one is there."""
+
+    def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
+        """Make an object of pieces, which come as they are ready. It is durable when this returns.
+
+        No other object has ever been at the location, and nobody else makes one there, unless of the same bytes. Where
+        this raises, also what ``pieces`` raises, no object is made.
+
+        Args:
+            path: The location.
+            pieces: The bytes, in the order of the object. Hold as few as possible: their memory is needed for others.
+            nbytes: About the length of the object, in bytes.
+        """
+        del nbytes
+        with contextlib.closing(self.writer(path)) as made:
+            at = 0
+            for piece in pieces:
+                view = memoryview(piece)
+                made.write(view, at)
+                at += view.nbytes
+            made.finish()
 
     @abstractmethod
     def discard(self, paths: Sequence[Location]) -> None:

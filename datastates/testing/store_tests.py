@@ -164,6 +164,27 @@ class StoreTests:
         self._fails(errno.EEXIST, path, write)
         assert self.store.read_all(path) == b"first"
 
+    def test_uploads(self) -> None:
+        """An upload of pieces that come one by one is there, whole, when it is done, also a long one."""
+        for number, sizes in enumerate(([0], [1, 0, 2], [5 << 20, 1, 9 << 20, 3 << 20])):
+            path, data = self.root / str(number), [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+            self.store.upload(path, iter(data), sum(sizes))
+            assert self.store.length(path) == sum(sizes)
+            assert self.store.read_all(path) == b"".join(data)
+
+    def test_an_upload_that_fails_leaves_nothing(self) -> None:
+        """No object is there where the pieces end by an error."""
+
+        def pieces() -> Iterator[bytes]:
+            yield b"1" * (9 << 20)
+            yield b"2" * (9 << 20)
+            raise StorageError(errno.EIO, "read", "elsewhere")
+
+        for nbytes in (1, 18 << 20):
+            with pytest.raises(StorageError):
+                self.store.upload(self.root / "a", pieces(), nbytes)
+            assert self.store.names(self.root) == []
+
     def test_discarding_many(self) -> None:
         """``discard`` removes what is there of many."""
         for name in ("a", "b", "c"):

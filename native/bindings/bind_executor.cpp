@@ -77,6 +77,42 @@ ReadFrom read_from(const py::object& place) {
     return std::make_unique<PythonFile>(place);
 }
 
+/// A file's path, in bytes or text, or what hands a file over.
+WriteTo write_to(const py::object& place) {
+    if (py::isinstance<Outlet>(place)) return place.cast<std::shared_ptr<Outlet>>();
+    return place.cast<std::string>();
+}
+
+void bind_outlet(py::module_& module) {
+    py::class_<HandedBytes>(module, "HandedBytes", py::buffer_protocol())
+        .def_buffer([](HandedBytes& handed) {
+            const auto bytes = handed.bytes();
+            return py::buffer_info(reinterpret_cast<std::uint8_t*>(bytes.data()),
+                                   static_cast<py::ssize_t>(bytes.size()), true);
+        })
+        .def("__len__", [](const HandedBytes& handed) { return handed.bytes().size(); });
+    py::class_<Outlet, std::shared_ptr<Outlet>>(module, "Outlet")
+        .def(py::init<std::string>(), "name"_a)
+        .def("__iter__", [](py::object outlet) { return outlet; })
+        .def("__next__",
+             [](Outlet& outlet) {
+                 std::unique_ptr<HandedBytes> next;
+                 wait_interruptibly(std::nullopt, [&](auto end) { return outlet.take(end, next); });
+                 if (!next) throw py::stop_iteration();
+                 return next;
+             })
+        .def("finish", &Outlet::finish, py::call_guard<NoGil>())
+        .def(
+            "fail",
+            [](Outlet& outlet, int number, const std::string& operation, const std::string& path,
+               const std::string& text) {
+                const Error error(ErrorCode::io, number, operation, path, text);
+                const NoGil released;
+                outlet.fail(error);
+            },
+            "number"_a, "operation"_a, "path"_a, "text"_a);
+}
+
 py::dict write_stats(const WriteJob& job) {
     const WriteStats stats = job.stats();
     return py::dict("bytes"_a = stats.bytes, "extents"_a = stats.extents,
@@ -136,7 +172,14 @@ py::tuple stage_names() {
 void bind_jobs(py::module_& module) {
     // Destroying a job waits for threads.
     py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
-        .def("create", &WriteJob::create, "path"_a, py::call_guard<NoGil>())
+        .def(
+            "create",
+            [](WriteJob& job, const py::object& place) {
+                WriteTo to = write_to(place);
+                const NoGil released;
+                job.create(std::move(to));
+            },
+            "place"_a)
         .def_property_readonly("made", &WriteJob::made)
         .def("wait_made", waiting(&WriteJob::wait_made), "timeout"_a = py::none())
         .def("wait_captured", waiting(&WriteJob::wait_captured), "timeout"_a = py::none())
@@ -170,6 +213,7 @@ void bind_jobs(py::module_& module) {
             "finish",
             [](WriteJob& job, const py::buffer& tail) {
                 const BytesView view(tail);
+                job.hand_end(view.bytes());
                 wait_interruptibly(std::nullopt, [&](auto end) { return job.wait_written(end); });
                 const NoGil released;
                 job.finish(view.bytes());
@@ -202,6 +246,7 @@ void bind_jobs(py::module_& module) {
 
 void bind_executor(py::module_& module) {
     module.attr("STAGES") = stage_names();
+    bind_outlet(module);
     bind_jobs(module);
     py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
                                                     py::release_gil_before_calling_cpp_dtor())
@@ -227,7 +272,7 @@ void bind_executor(py::module_& module) {
         .def("prepare_device", &Executor::prepare_device, "device"_a, py::call_guard<NoGil>())
         .def(
             "submit_write",
-            [](Executor& executor, const std::optional<std::string>& path,
+            [](Executor& executor, const std::optional<py::object>& place,
                std::shared_ptr<WritePlan> plan, const py::array& ptr, const py::array& device,
                const py::array& stream, const py::array& witness,
                std::shared_ptr<ReplicaRanges> replicas,
@@ -238,11 +283,13 @@ void bind_executor(py::module_& module) {
                 if (replica_ptr) {
                     compared.addresses = copy_elements<std::uint64_t>(*replica_ptr, "replica_ptr");
                 }
+                std::optional<WriteTo> to;
+                if (place) to = write_to(*place);
                 const NoGil released;
-                return executor.submit_write(path, std::move(plan), std::move(sources),
+                return executor.submit_write(to, std::move(plan), std::move(sources),
                                              std::move(compared));
             },
-            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a,
+            "place"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a,
             "replicas"_a = py::none(), "replica_ptr"_a = py::none())
         .def(
             "submit_read",

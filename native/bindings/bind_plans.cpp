@@ -58,7 +58,8 @@ void bind_plans(py::module_& module) {
              "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a, "patch_offset"_a,
              "patch_source"_a, "eager"_a, "digests"_a, "runs_source"_a, "runs_offset"_a,
              "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a, "runs_digest"_a)
-        .def_property_readonly("eager_extents", &WritePlan::eager_extents);
+        .def_property_readonly("eager_extents", &WritePlan::eager_extents)
+        .def_property_readonly("file_length", &WritePlan::file_length);
     py::class_<ReplicaRanges, std::shared_ptr<ReplicaRanges>>(module, "ReplicaRanges")
         .def(py::init([](const py::array& device, const py::array& stream, const py::array& nbytes,
                          const py::array& position, const py::array& digest, const py::array& eager,

@@ -71,7 +71,7 @@ WriteJob::~WriteJob() {
     if (executor_->abandoned()) keep_for_ever(std::move(state_));
 }
 
-void WriteJob::create(const std::string& path) { executor_->create(state_, path); }
+void WriteJob::create(WriteTo place) { executor_->create(state_, std::move(place)); }
 
 void WriteJob::abort() {
     if (executor_->abandoned()) return;
@@ -84,6 +84,7 @@ void WriteJob::abort() {
 }
 
 std::string WriteJob::backend_name() const {
+    if (state_->created() && state_->outlet() != nullptr) return kHanded;
     return state_->memory_backed() ? kMemory : executor_->backend_name();
 }
 
@@ -163,7 +164,7 @@ void Executor::admit() {
     if (closed_) throw Error::closed("the executor is closed");
 }
 
-std::unique_ptr<WriteJob> Executor::submit_write(const std::optional<std::string>& path,
+std::unique_ptr<WriteJob> Executor::submit_write(const std::optional<WriteTo>& place,
                                                  std::shared_ptr<const WritePlan> plan,
                                                  Buffers sources, Replicas replicas) {
     const auto start = Clock::now();
@@ -183,23 +184,29 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::optional<std::string
         remember(writes_, state);
         state->begin(readers);
     }
-    if (path) job->create(*path);
+    if (place) job->create(*place);
     for (std::size_t i = 0; i < readers; ++i) submit_or_here(workers_, read_replicas);
     try {
         capturer_.start(state);
     } catch (...) {
         job->abort();
-        if (state->made()) static_cast<void>(::unlink(path->c_str()));
+        const auto* const path = place ? std::get_if<std::string>(&*place) : nullptr;
+        if (path != nullptr && state->made()) static_cast<void>(::unlink(path->c_str()));
         throw;
     }
     state->timeline().add(Stage::submit, 0, start, 0);
     return job;
 }
 
-void Executor::create(const std::shared_ptr<WriteState>& state, const std::string& path) {
+void Executor::create(const std::shared_ptr<WriteState>& state, WriteTo place) {
     state->begin_to_create();
+    if (auto* const outlet = std::get_if<std::shared_ptr<Outlet>>(&place)) {
+        state->hand_to(std::move(*outlet), state);
+        look_again(*state);
+        return;
+    }
     // The executor outlives its workers' tasks.
-    const auto create = [this, state, path](unsigned worker) {
+    const auto create = [this, state, path = std::get<std::string>(place)](unsigned worker) {
         state->create(path, direct_, workers_.size() >= kStoringWorkers, worker);
         look_again(*state);
     };

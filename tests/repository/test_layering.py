@@ -39,6 +39,7 @@ NATIVE = {
     "storage.local",
     "storage.local_files",
     "executor.executor",
+    "executor.handed",
     "executor.jobs",
     "container.checksums",
     "container.pickle_native",
@@ -88,8 +89,6 @@ KNOW_CUDA = {
 FACES = {
     "checkpointer",
     "exporting.export",
-    "saving.report",
-    "saving.snapshot",
 }
 """They make a ``pathlib.Path`` for users of a location, and do no more with it."""
 NAMES, ROOMS = 74, 13

@@ -31,6 +31,8 @@ class Executor;
 
 /// The path of a file to open, or a file.
 using ReadFrom = std::variant<std::string, std::unique_ptr<File>>;
+/// The path of a file to create, or who makes it.
+using WriteTo = std::variant<std::string, std::shared_ptr<Outlet>>;
 
 /// One snapshot under way; the caller of submit_write owns it. It keeps the executor alive. The
 /// destructor aborts a snapshot that is not finished. Thread-safe.
@@ -41,10 +43,10 @@ class WriteJob : Unmovable {
     WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state);
     ~WriteJob();
 
-    /// Lets a worker create the file, which must not exist. If that fails, the job fails. Call it
-    /// once, unless submit_write was given the path.
-    void create(const std::string& path);
-    /// Whether this job has created its file.
+    /// Lets a worker create the file, which must not exist. If that fails, the job fails. With an
+    /// outlet, the file is handed over. Call it once, unless submit_write was given the place.
+    void create(WriteTo place);
+    /// Whether this job has created its file, or has begun to hand it over.
     bool made() const { return state_->made(); }
 
     /// Waits until the file exists. Throws the job's error if the job fails before that, as every
@@ -79,6 +81,8 @@ class WriteJob : Unmovable {
     std::span<const std::uint32_t> chunk_crcs() const { return state_->checksums().of_chunks(); }
     /// The digests of the plan's runs. Valid once checksummed.
     std::vector<std::uint32_t> digests() const { return state_->checksums().digests(); }
+    /// Hands over the end of a file that is handed over. It is not written before. For finish().
+    void hand_end(std::span<const std::byte> tail) { state_->hand_end(tail); }
     /// Waits until written. Then writes `tail` behind the last extent, cuts the file to its exact
     /// length, syncs and closes it. Throws the job's error, and Error "closed" if already finished.
     void finish(std::span<const std::byte> tail) { state_->finish(tail); }
@@ -144,11 +148,11 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
 
     /// Captures the plan's eager sources and returns. It may wait for cache blocks. The sources'
     /// memory must stay alive until captured or aborted, and lazy sources must stay unchanged as
-    /// long. The same holds for `replicas`, which are digested and not written. With a path, the
+    /// long. The same holds for `replicas`, which are digested and not written. With a place, the
     /// job's file is created meanwhile, as WriteJob::create does; without one, nothing is written
     /// before the caller calls that, and more eager extents than the cache has blocks would wait
     /// for ever. If this throws, it leaves no file.
-    std::unique_ptr<WriteJob> submit_write(const std::optional<std::string>& path,
+    std::unique_ptr<WriteJob> submit_write(const std::optional<WriteTo>& place,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources,
                                            Replicas replicas = {});
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
@@ -186,7 +190,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     std::size_t depth_of(ReadState& state) const;
     Reader& reader_of(ReadState& state);
     void admit();
-    void create(const std::shared_ptr<WriteState>& state, const std::string& path);
+    void create(const std::shared_ptr<WriteState>& state, WriteTo place);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
     /// stopped.
     void look_again(const WriteState& job);

@@ -107,4 +107,10 @@ void CapturedExtent::tell_checksums() const {
     for (const auto& [source, fragment] : fragments_) job->checksums().append(source, fragment);
 }
 
+void retire(std::unique_ptr<CapturedExtent> extent) {
+    const std::shared_ptr<WriteState> job = extent->job;
+    extent.reset();  // first, because a waiter for the job may want the block
+    job->extent_retired();
+}
+
 }  // namespace datastates

@@ -90,6 +90,25 @@ void WriteState::create(const std::string& path, bool direct, bool by_mapping, u
     settle_locked();
 }
 
+void WriteState::hand_to(std::shared_ptr<Outlet> outlet, const std::shared_ptr<WriteState>& self) {
+    outlet_ = std::move(outlet);
+    outlet_->serve(self);
+    {
+        const std::scoped_lock lock(mutex_);
+        made_ = handing_ = true;
+        created_.store(true, std::memory_order_release);
+        creating_ = false;
+        settle_locked();
+    }
+    if (stopped()) outlet_->drop();  // it may have failed before created()
+}
+
+void WriteState::end_handing() {
+    const std::scoped_lock lock(mutex_);
+    handing_ = false;
+    settle_locked();
+}
+
 void WriteState::add_capture_event(int device, std::shared_ptr<Event> event, bool lazy) {
     const std::scoped_lock lock(mutex_);
     capture_events_.add(device, std::move(event), lazy);
@@ -165,10 +184,13 @@ void WriteState::end_capture() {
 }
 
 void WriteState::fail(const Error& error) {
-    const std::scoped_lock lock(mutex_);
-    if (!error_) error_ = error;
-    stopped_.store(true, std::memory_order_release);
-    changed_.notify_all();
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!error_) error_ = error;
+        stopped_.store(true, std::memory_order_release);
+        changed_.notify_all();
+    }
+    if (created() && outlet_) outlet_->drop();
 }
 
 void WriteState::settle_locked() {
@@ -179,7 +201,8 @@ void WriteState::settle_locked() {
             stats_.capture_seconds = seconds_since(start_);
         }
         checksummed_ = extents_checksummed_ == plan_->extents().size();
-        if (!written_ && created() && retired_ == plan_->extents().size()) written_ = true;
+        const bool retired = retired_ == plan_->extents().size();
+        if (!written_ && created() && retired && !handing_) written_ = true;
     }
     changed_.notify_all();
 }
@@ -245,7 +268,12 @@ std::vector<int> WriteState::torn() const {
     return torn_;
 }
 
+void WriteState::hand_end(std::span<const std::byte> tail) {
+    if (created() && outlet_) outlet_->end(tail);
+}
+
 void WriteState::finish(std::span<const std::byte> tail) {
+    hand_end(tail);
     static_cast<void>(wait_written(std::nullopt));
     const std::scoped_lock finishing(finish_mutex_);
     {
@@ -254,10 +282,10 @@ void WriteState::finish(std::span<const std::byte> tail) {
         if (closed_) throw Error::closed("the job is finished already");
     }
     try {
-        file_.finish(tail, timeline_);
+        if (!outlet_) file_.finish(tail, timeline_);
         const std::scoped_lock lock(mutex_);
         stats_.bytes += tail.size();
-        stats_.direct = file_.file().direct();
+        stats_.direct = !outlet_ && file_.file().direct();
         closed_ = true;
     } catch (...) {
         fail(Error::current());
@@ -278,7 +306,7 @@ void WriteState::abandon() {
 WriteStats WriteState::stats() const {
     const std::scoped_lock lock(mutex_);
     WriteStats stats = stats_;
-    if (!closed_ && created()) stats.direct = file_.file().direct();
+    if (!closed_ && created() && !outlet_) stats.direct = file_.file().direct();
     return stats;
 }
 

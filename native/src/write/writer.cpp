@@ -227,8 +227,12 @@ void Writer::patch(const CapturedExtent& captured) {
     }
 }
 
-/// Starts the write and takes the extent, unless it has no whole page to write.
+/// Starts the write, or hands the extent over, and takes it, unless it has no whole page to write.
 void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
+    if (Outlet* const outlet = captured->job->outlet()) {
+        outlet->put(captured);
+        return;
+    }
     const WritePlan::Extent& extent = captured->extent();
     const std::span<std::byte> memory = captured->block.memory();
     // Only the last extent can end within a page. finish() writes its rest with the tail.
@@ -310,12 +314,6 @@ void Writer::complete(const IoCompletion& completion) {
         job.fail(Error::current());
     }
     retire(std::move(flight.extent));
-}
-
-void Writer::retire(std::unique_ptr<CapturedExtent> extent) {
-    const std::shared_ptr<WriteState> job = extent->job;
-    extent.reset();  // first, because a waiter for the job may want the block
-    job->extent_retired();
 }
 
 }  // namespace datastates

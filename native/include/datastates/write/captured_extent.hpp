@@ -76,4 +76,7 @@ struct CapturedExtent : Unmovable {
     std::vector<SourceFragment> fragments_;  // each source's in order
 };
 
+/// Gives an extent's block back, and tells its job that the extent is written or dropped.
+void retire(std::unique_ptr<CapturedExtent> extent);
+
 }  // namespace datastates

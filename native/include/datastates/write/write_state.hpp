@@ -20,6 +20,7 @@
 #include "datastates/write/capture_events.hpp"
 #include "datastates/write/extent_claims.hpp"
 #include "datastates/write/new_file.hpp"
+#include "datastates/write/outlet.hpp"
 #include "datastates/write/replica_digests.hpp"
 #include "datastates/write/source_checksums.hpp"
 #include "datastates/write/witness.hpp"
@@ -55,8 +56,10 @@ class WriteState {
     SourceChecksums& checksums() { return checksums_; }
     ReplicaDigests& replicas() { return replicas_; }
     Timeline& timeline() { return timeline_; }
-    /// REQUIRES: created().
+    /// REQUIRES: created(), without an outlet.
     NewFile& file() { return file_; }
+    /// Who makes the file, if it is handed over. REQUIRES: created().
+    Outlet* outlet() const { return outlet_.get(); }
     /// The device of an extent's first source; -1: host memory.
     int device_of(std::size_t extent) const;
     /// Whether a piece's device memory is still mapped. If not, its source is torn. `known` as for
@@ -75,6 +78,10 @@ class WriteState {
     /// worker runs this.
     /// `by_mapping`: map a file that lives in memory, for stores.
     void create(const std::string& path, bool direct, bool by_mapping, unsigned worker);
+    /// Hands the file over from now on, instead of creating it; call begin_to_create() before.
+    void hand_to(std::shared_ptr<Outlet> outlet, const std::shared_ptr<WriteState>& self);
+    /// The file that was handed over is made.
+    void end_handing();
     /// As CaptureEvents::add.
     void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
     /// The extent is handed over: its device copies are enqueued. `host_later`: its host bytes are
@@ -101,10 +108,10 @@ class WriteState {
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
     /// Whether create() has ended without an error, so that the file is ready for writes.
     bool created() const { return created_.load(std::memory_order_acquire); }
-    bool memory_backed() const { return created() && file_.file().traits().in_memory; }
+    bool memory_backed() const { return created() && !outlet_ && file_.file().traits().in_memory; }
 
     // For the job's owner; see WriteJob. Thread-safe.
-    /// Whether this job has created its file.
+    /// Whether this job has created its file, or has begun to hand it over.
     bool made() const { return is(made_); }
     bool captured() const { return is(captured_); }
     bool checksummed() const { return is(checksummed_); }
@@ -119,6 +126,8 @@ class WriteState {
     bool quiescent() const;
     std::vector<int> torn() const;
     const ReplicaDigests& replicas() const { return replicas_; }
+    /// Hands over the end of a file that is handed over. It is not written() before.
+    void hand_end(std::span<const std::byte> tail);
     void finish(std::span<const std::byte> tail);
     /// Closes the file of a job that was not finished. REQUIRES: quiescent.
     void abandon();
@@ -142,6 +151,7 @@ class WriteState {
     SourceChecksums checksums_;
     ReplicaDigests replicas_;
     NewFile file_;  // only create() uses it while creating_
+    std::shared_ptr<Outlet> outlet_;
     Timeline timeline_;
     std::atomic<bool> created_ = false;
     std::atomic<bool> stopped_ = false;
@@ -159,6 +169,7 @@ class WriteState {
     bool made_ = false;
     bool begun_ = false;  // to create the file
     bool creating_ = false;
+    bool handing_ = false;  // to the outlet, which has not made the file yet
     bool capturing_ = false;
     bool captured_ = false;
     bool checksummed_ = false;

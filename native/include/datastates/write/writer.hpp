@@ -74,7 +74,6 @@ class Writer : Unmovable {
     void start_store(const IoRequest& request);
     void reap(bool wait);
     void complete(const IoCompletion& completion);
-    static void retire(std::unique_ptr<CapturedExtent> extent);
 
     HostCache& cache_;
     WorkerPool& workers_;
