@@ -40,7 +40,6 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state.new_memory import AS_SAVED, Device, Framework
 from datastates.state.provider import StateProvider, refuse_path
 from datastates.state.pytrees import is_leaf
-from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location, PathLike
 
 
@@ -68,7 +67,8 @@ def snapshot(
 
     Args:
         providers: The state, one provider for each piece of it. Their names must differ.
-        path: The directory, which must not exist. It appears when the checkpoint is committed.
+        path: The directory, or an address such as ``"s3://bucket/run"``, which must not exist. It appears when the
+            checkpoint is committed.
         step: The number to store with the checkpoint, from 0 to 10**18 - 1.
         auto_gate: Let every torch optimizer's ``step()`` wait for capture.
         **options: Fields of :class:`~datastates.config.RankSettings`.
@@ -90,12 +90,11 @@ def snapshot(
         settings = RankSettings.of(options)
         refuse_path(providers)
         target, step = Location.of(path), checked_step(step)
-        folders_of(target)  # refuses a store of objects: containers are written as files
         tier = tier_of(target.parent)
     world = open_world(settings, target.parent)
 
     def prepare() -> bytes:
-        if store_of(target).exists(target):
+        if tier.is_taken(target):
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
         sweep_beside(target)
         return b""

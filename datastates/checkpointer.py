@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import Unpack
@@ -41,7 +40,6 @@ from datastates.saving.telling import Taken, call_back
 from datastates.schedule.due import Costs, Due
 from datastates.schedule.termination import LastSnapshot, Termination
 from datastates.state.provider import StateProvider, refuse_path
-from datastates.storage import folders_of
 from datastates.storage.location import Location, PathLike
 
 
@@ -56,21 +54,22 @@ class Checkpointer:
 
     Attributes:
         settings: The settings, a :class:`~datastates.config.Settings`.
-        directory: The absolute path of the directory.
+        directory: The absolute path of the directory, or the address of a place in a store, as a string.
     """
 
     def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
         """Open a directory of checkpoints. Create it if needed. The first snapshot removes debris of interrupted runs.
 
         Args:
-            directory: The directory of the checkpoints. Each checkpoint is a directory in it.
+            directory: The directory of the checkpoints, or an address such as ``"s3://bucket/run"``. Each checkpoint
+                is a directory in it.
             **options: Fields of :class:`~datastates.config.Settings`.
 
         Raises:
             SettingsError: An option is unknown or impossible; the message names it.
             StorageError: The directory cannot be made or written.
-            TypeError, ValueError: ``directory`` is not a path, or is the address of a store, or is itself a checkpoint,
-                of this package or of another format.
+            TypeError, ValueError: ``directory`` is not a path, or no store serves it, or it is itself a checkpoint, of
+                this package or of another format.
             CommitError: Another rank failed, or the ranks gave different directories.
             RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
         """
@@ -78,9 +77,8 @@ class Checkpointer:
         with telling(lambda: Location.of(directory), options, partial(refuse_to_meet, self._name)):
             self.settings = Settings.of(options)
             self._root = Location.of(directory)
-            folders_of(self._root)  # refuses a store of objects: containers are written as files
             self._tier = tier_of(self._root)
-            self.directory = Path(self._root)
+            self.directory = self._root.face
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             recognise.refuse_checkpoint(self._root)

@@ -106,6 +106,10 @@ class DirectoryTier(Tier):
         return fence.DirectoryOpening.decode(self.root, told)
 
     @override
+    def is_taken(self, target: Location) -> bool:
+        return folders_of(target).exists(target)
+
+    @override
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Pending:
         return Pending(target, attempt, mark)
 

@@ -25,7 +25,7 @@ from datastates._base.tasks import each
 from datastates.commit import manifest, object_opening
 from datastates.commit.decision import DENIED, Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
-from datastates.commit.names import BESIDE, STEP
+from datastates.commit.names import BESIDE, OF_ATTEMPT, STEP
 from datastates.commit.object_opening import ObjectOpening
 from datastates.commit.object_pending import ObjectPending
 from datastates.commit.tier import Committed, Tier
@@ -138,6 +138,11 @@ class ObjectTier(Tier):
         opening = ObjectOpening(self, told)
         self._openings.add(opening)
         return opening
+
+    @override
+    def is_taken(self, target: Location) -> bool:
+        store = store_of(target)
+        return store.is_file(target) or not all(map(OF_ATTEMPT.match, store.names(target)))
 
     @override
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> ObjectPending:

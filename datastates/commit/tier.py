@@ -183,6 +183,10 @@ class Tier(ABC):
     # --- writing
 
     @abstractmethod
+    def is_taken(self, target: Location) -> bool:
+        """Whether a path is no place for a new checkpoint, as something else is there."""
+
+    @abstractmethod
     def pending(self, target: Location, attempt: str | None = None, mark: bytes | None = None) -> Uncommitted:
         """A checkpoint that no reader sees until it is committed. Nothing is made yet.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from typing_extensions import Buffer
@@ -74,7 +74,7 @@ def hand_over(store: Store, path: Location, nbytes: int, block: int, cache: int)
 def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, most_copied: int) -> None:
     try:
         with storage_errors("write", str(path)):
-            store.upload(path, _pieces(outlet, most_copied), nbytes)
+            store.upload(path, map(partial(_piece, most_copied), outlet), nbytes)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # what they hold of the memory
         if not isinstance(error, StorageError):
@@ -85,7 +85,6 @@ def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, m
         outlet.finish()
 
 
-def _pieces(outlet: _native.Outlet, most_copied: int) -> Iterator[Buffer]:
-    """The bytes that are handed over. Of short pieces a copy, so that their blocks are free at once."""
-    for piece in outlet:
-        yield bytes(piece) if len(piece) <= most_copied else piece
+def _piece(most_copied: int, piece: _native.HandedBytes) -> Buffer:
+    """Bytes that are handed over; of a short piece a copy, so that its block is free at once."""
+    return bytes(piece) if len(piece) <= most_copied else piece

@@ -27,6 +27,7 @@ from datastates.ranks.join import join
 from datastates.ranks.keys import Place
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import Rounds, StoreBoard
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 
@@ -144,6 +145,11 @@ def world_of(rank: int | None, world_size: int | None, directory: Location, time
         rank, world_size = _checked(rank, world_size)
         if world_size == 1:
             return SoloWorld()
+        if not isinstance(store_of(directory), Folders):
+            raise SettingsError(
+                f"rank, world_size: ranks cannot meet in {directory}, a store of objects: initialize torch.distributed "
+                "or jax.distributed first, and leave these out"
+            )
         world = BoardWorld(rank, world_size, join(directory, rank, world_size, timeout), timeout=timeout)
         # once all have answered, every rank knows who belongs to this run
         world.agree("join", b"", lambda _: b"")

@@ -36,7 +36,7 @@ from datastates.saving.snapshot import (
 )
 from datastates.saving.telling import Telling
 from datastates.state.provider import StateProvider
-from datastates.storage import folders_of
+from datastates.storage import store_of
 from datastates.storage.location import Location
 
 _MOST_ASIDE = 32
@@ -273,8 +273,9 @@ class Engine:
 
     def saves_in(self, root: Location) -> None:
         """Note the directory, for :meth:`wait_in_place`; raises StorageError if it cannot be looked at."""
-        found = folders_of(root).look(root)
-        self._place = root, found and found.place  # the file system's name: the directory may have several paths
+        found = store_of(root).look(root)
+        # the file system's name, as the directory may have several paths; a store of objects has none
+        self._place = root, (found and found.place) or root
 
     def wait_in_place(self) -> None:
         """Wait until the state may change, and no engine of this process has a snapshot in flight in the directory."""

@@ -72,7 +72,7 @@ def store_of(path: Location, stage: str = "store") -> Store:
 
 
 def folders_of(path: Location, stage: str = "store") -> Folders:
-    """As :func:`store_of`, for what needs folders, as all that writes does.
+    """As :func:`store_of`, for what needs folders.
 
     Raises:
         ValueError: The location is in a store of objects, or in none.
@@ -80,8 +80,8 @@ def folders_of(path: Location, stage: str = "store") -> Folders:
     store = None if scheme_of(path) in SCHEMES else store_of(path, stage)
     if not isinstance(store, Folders):
         raise ValueError(
-            f"path: {path} is in a store of objects. Checkpoints are read from there, and written to file systems "
-            "only: give a path, of local storage or of a mount"
+            f"path: {path} is in a store of objects, and folders are needed here: give a path, of local storage or "
+            "of a mount"
         )
     return store
 
