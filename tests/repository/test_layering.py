@@ -87,7 +87,6 @@ KNOW_CUDA = {
 }
 """The modules beside ``state.devices`` that know a kind of accelerator."""
 FACES = {
-    "checkpointer",
     "exporting.export",
 }
 """They make a ``pathlib.Path`` for users of a location, and do no more with it."""
