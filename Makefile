@@ -132,8 +132,18 @@ python-test: .venv/installed ## The Python tests but the long ones, against the 
 	$(PYTEST) -m 'not long and not by_hand'
 
 .PHONY: python-test-long
-python-test-long: .venv/installed ## The long Python tests: frameworks that train, every fault, every hostile file
+python-test-long: .venv/installed azurite ## The long Python tests: frameworks that train, every fault, every hostile file
 	$(PYTEST) -m 'long and not by_hand'
+
+AZURITE := build/azurite/node_modules/.bin/azurite-blob
+
+.PHONY: azurite
+azurite: $(AZURITE) ## Install Azure's server for tests where npm is there; its tests are skipped where it is not
+
+$(AZURITE):
+	mkdir -p build/azurite
+	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.35.0 \
+	    || echo 'azurite: npm did not install it'
 
 # The core's tests; planning is left out, as it is pure. The header of the output says what needs a framework.
 NUMPY_TESTS := $(addprefix tests/,base storage state container commit executor ranks saving schedule reading restoring api cli exporting golden demo \

@@ -1,4 +1,4 @@
-"""Buckets keep a store's contract, and checkpoints in them are read by address: on servers of the S3 protocol."""
+"""Buckets keep a store's contract, and checkpoints in them are read by address: on servers of S3 and Azure."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ import datastates as ds
 from datastates.cli import main
 from datastates.errors import CorruptError, StorageError, UncertainError
 from datastates.providers import from_state_dict
-from datastates.storage import Location, Store, register, stores
+from datastates.storage import Location, register, stores
 from datastates.storage import buckets as buckets_module
 from datastates.storage.buckets import Buckets
+from datastates.storage.location import scheme_of
 from datastates.testing import StoreTests, equal
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module", params=servers.S3)
-def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    pytest.importorskip(request.param)
-    with servers.server(request.param, tmp_path_factory.mktemp(request.param)) as environment:
+@pytest.fixture(scope="module", params=servers.each("moto", "localbucket", "azurite"))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def environment(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with servers.server(kind, tmp_path_factory.mktemp(kind)) as environment:
         yield environment
 
 
@@ -43,19 +48,23 @@ def _environment(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
 
 
 class TestBuckets(StoreTests):
-    def make(self) -> tuple[Store, Location]:
-        return Buckets(patience=1), Location(f"s3://bucket/{uuid.uuid4().hex}")
-
-
-RUN = "s3://bucket/run"
+    @pytest.fixture(autouse=True)
+    def _made(self, kind: str) -> None:
+        self.store, self.root = Buckets(patience=1), Location(f"{servers.ROOTS[kind]}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch) -> Buckets:
+def run(kind: str) -> str:
+    """The address of a directory of checkpoints."""
+    return f"{servers.ROOTS[kind]}/run"
+
+
+@pytest.fixture
+def buckets(run: str, monkeypatch: pytest.MonkeyPatch) -> Buckets:
     """The store of this test's server, registered."""
     made = Buckets(patience=0.2)
     monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
-    register("s3", made)
+    register(scheme_of(run), made)
     return made
 
 
@@ -66,40 +75,40 @@ def state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def local(buckets: Buckets, state: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
+def local(buckets: Buckets, run: str, state: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
     """A checkpoint in a directory, of which the bucket has a copy."""
     with ds.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.snapshot([from_state_dict("model", state)], step=5)
     names = [str(path.relative_to(tmp_path / "run")) for path in tmp_path.glob("run/step-*/*")]
     for name in names:
-        writer, at = buckets.writer(Location(RUN) / name), 0
+        writer, at = buckets.writer(Location(run) / name), 0
         with (tmp_path / "run" / name).open("rb") as file:
             while piece := file.read(5 << 20):
                 writer.write(piece, at)
                 at += len(piece)
         writer.finish()
     yield tmp_path / "run"
-    buckets.discard([Location(RUN) / name for name in names])
+    buckets.discard([Location(run) / name for name in names])
 
 
 def test_a_checkpoint_is_read_by_its_address(
-    local: Path, state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    local: Path, run: str, state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert equal(ds.load(RUN)["model"], state)
-    with ds.open(RUN) as checkpoint:
+    assert equal(ds.load(run)["model"], state)
+    with ds.open(run) as checkpoint:
         assert equal(checkpoint["model/w"], state["w"])
     live = from_state_dict("model", blank := {"w": np.zeros((2500, 430)), "b": np.zeros(7), "step": 0})
-    assert ds.restore([live], RUN).path == f"{RUN}/step-00000005"
+    assert ds.restore([live], run).path == f"{run}/step-00000005"
     assert equal({**blank, "step": 5}, state)
-    for target in (local, RUN):
+    for target in (local, run):
         ds.export(target, tmp_path / f"{Path(target).parent.name}.safetensors")
     assert (tmp_path / "bucket.safetensors").read_bytes() == (tmp_path / f"{tmp_path.name}.safetensors").read_bytes()
-    assert main(["ls", RUN]) == main(["inspect", RUN]) == main(["verify", RUN]) == main(["diff", RUN, str(local)]) == 0
+    assert main(["ls", run]) == main(["inspect", run]) == main(["verify", run]) == main(["diff", run, str(local)]) == 0
     assert "step-00000005" in capsys.readouterr().out
 
 
 def test_little_more_is_read_than_is_wanted(
-    local: Path, state: dict[str, Any], buckets: Buckets, monkeypatch: pytest.MonkeyPatch
+    local: Path, run: str, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     whole = Buckets._range
@@ -108,14 +117,14 @@ def test_little_more_is_read_than_is_wanted(
         read.append(nbytes)
         return whole(self, path, offset, nbytes)
 
-    with ds.open(RUN) as checkpoint:
+    with ds.open(run) as checkpoint:
         list(checkpoint)
         monkeypatch.setattr(Buckets, "_range", counted)
         checkpoint["model/w"]
     assert state["w"].nbytes <= sum(read) <= 1.05 * state["w"].nbytes
 
 
-def test_few_requests_look_for_what_is_loaded(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_requests_look_for_what_is_loaded(local: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     obstore, count = importlib.import_module("obstore"), collections.Counter[str]()
 
     def counted(name: str, call: Any) -> Any:
@@ -127,17 +136,17 @@ def test_few_requests_look_for_what_is_loaded(local: Path, monkeypatch: pytest.M
 
     for name in ("head", "list", "list_with_delimiter"):
         monkeypatch.setattr(obstore, name, counted(name, getattr(obstore, name)))
-    ds.load(RUN)
+    ds.load(run)
     assert 0 < count.total() <= 19, count
 
 
-def test_damage_is_found(local: Path, buckets: Buckets) -> None:
-    path = Location(RUN) / "step-00000005/rank-00000.pt"
+def test_damage_is_found(local: Path, run: str, buckets: Buckets) -> None:
+    path = Location(run) / "step-00000005/rank-00000.pt"
     data = bytearray(buckets.read_all(path))
     data[len(data) // 2] ^= 1
     buckets.replace(path, bytes(data))
     with pytest.raises(CorruptError, match=f"{path} does not match its checksum"):
-        ds.load(RUN)
+        ds.load(run)
 
 
 def fails(number: int, text: str, path: Location, call: Any) -> StorageError:
@@ -147,21 +156,23 @@ def fails(number: int, text: str, path: Location, call: Any) -> StorageError:
     return caught.value
 
 
-def test_a_bucket_that_is_gone_is_named(buckets: Buckets) -> None:
-    path = Location("s3://nobucket/run")
-    fails(0, "look s3://nobucket/run: 404 Not Found, NoSuchBucket", path, lambda: buckets.look(path))
-    fails(errno.ENOENT, "read s3://nobucket/run", path, lambda: buckets.read(path, 0, 1))
-    with pytest.raises(StorageError, match="s3://nobucket/run"):
-        ds.load("s3://nobucket/run")
+def test_a_bucket_that_is_gone_is_named(buckets: Buckets, run: str) -> None:
+    path = Location(run.replace("bucket", "nobucket"))
+    code = {"s3": "NoSuchBucket", "az": "ContainerNotFound"}[path.scheme]
+    fails(0, f"look {path}: 404 Not Found, {code}", path, lambda: buckets.look(path))
+    fails(errno.ENOENT, f"read {path}", path, lambda: buckets.read(path, 0, 1))
+    with pytest.raises(StorageError, match=str(path)):
+        ds.load(str(path))
 
 
-def test_no_error_has_a_secret(buckets: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Location("s3://bucket/run")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+def test_no_error_has_a_secret(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Location(run)
+    for name in servers.ENDPOINTS:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     silent = Buckets(patience=0.1)
-    with pytest.raises(StorageError, match=r"look s3://bucket/run: HTTP error") as caught:
+    with pytest.raises(StorageError, match=f"look {run}: HTTP error") as caught:
         silent.look(path)
-    with pytest.raises(UncertainError, match=r"create s3://bucket/run: HTTP error") as unsure:
+    with pytest.raises(UncertainError, match=f"create {run}: HTTP error") as unsure:
         silent.create(path, b"1")
     for error in (caught.value, unsure.value):
         told = "".join(traceback.format_exception(error)).encode() + pickle.dumps(error)
@@ -172,13 +183,13 @@ def test_no_error_has_a_secret(buckets: Buckets, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["a%20b", "a\\b", "..", "n" * 201, "a\nb"])
-def test_a_name_that_not_every_store_keeps_is_refused(buckets: Buckets, name: str) -> None:
-    path = Location("s3://bucket") / f"run/{name}/x"
+def test_a_name_that_not_every_store_keeps_is_refused(buckets: Buckets, run: str, name: str) -> None:
+    path = Location(run) / name / "x"
     fails(errno.EINVAL, "not every store keeps the name", path, lambda: buckets.create(path, b""))
 
 
-def test_a_forked_process_is_refused(buckets: Buckets) -> None:
-    path = Location("s3://bucket/run")
+def test_a_forked_process_is_refused(buckets: Buckets, run: str) -> None:
+    path = Location(run)
     buckets.look(path)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -191,7 +202,7 @@ def test_a_forked_process_is_refused(buckets: Buckets) -> None:
     os.waitpid(child, 0)
     os.close(writer)
     with open(reader) as told:
-        assert told.read() == "open s3://bucket/run: a forked process cannot use its parent's connections: spawn it"
+        assert told.read() == f"open {run}: a forked process cannot use its parent's connections: spawn it"
 
 
 def test_without_obstore_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import email.utils
+import hashlib
+import hmac
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,40 +16,90 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-S3 = ("moto", "localbucket")
-"""Servers of the S3 protocol, of which a key that exists can be created once."""
-SECRET = "canary-0123456789-secret"
+import pytest
+
+AZURITE = Path(__file__).parents[2] / "build/azurite/node_modules/.bin/azurite-blob"
+"""The server of Azure's protocol, where the Makefile puts it if npm is there."""
+ROOTS = {"moto": "s3://bucket", "localbucket": "s3://bucket", "azurite": "az://bucket", "nanio": "s3://bucket"}
+"""For each server, the address of its bucket."""
+SECRET = base64.b64encode(b"canary-0123456789-secret").decode()
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AZURITE_BLOB_STORAGE_URL")
+"""The variables that name a server."""
 _START_S = 60
+
+
+def each(*kinds: str) -> list[Any]:
+    """The parameters of tests that run on several servers. Azure's is started anew in seconds: those are long."""
+    return [pytest.param(kind, marks=[pytest.mark.long] if kind == "azurite" else []) for kind in kinds]
 
 
 @contextlib.contextmanager
 def server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
-    """Start a server with an empty bucket named ``bucket``; yields the environment that obstore needs for it."""
+    """Start a server with an empty bucket; yields the environment that obstore needs for it.
+
+    The test is skipped where the server is not installed.
+    """
+    if kind == "azurite":
+        if not (AZURITE.exists() and shutil.which("node")):
+            pytest.skip(f"{AZURITE} is not there: `make azurite` installs it where npm is")
+    else:
+        pytest.importorskip(kind)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ["--host", "127.0.0.1", "--port", str(port)]
+        port = str(free.getsockname()[1])
+    place = ["--host", "127.0.0.1", "--port", port]
     commands: dict[str, list[str | Path]] = {
         "moto": [sys.executable, "-m", "moto.server", *place],
         "localbucket": [sys.executable, "-m", "localbucket", *place, folder],
+        "nanio": [sys.executable, "-m", "nanio", "serve", *place, "--data-dir", folder],
+        "azurite": [AZURITE, "--blobPort", port, "--location", folder, "--silent", "--disableTelemetry"],
     }
+    accounts = {"AZURITE_ACCOUNTS": f"account:{SECRET}", "NANIO_ACCESS_KEY": "key", "NANIO_SECRET_KEY": SECRET}
+    (folder / "bucket").mkdir()  # which is a bucket of the servers that have files only
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(commands[kind], stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(commands[kind], stdout=log, stderr=log, cwd=folder, env={**os.environ, **accounts})
     try:
-        _wait(port, process)
+        _wait(int(port), process)
         url = f"http://127.0.0.1:{port}"
-        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-        yield {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": "us-east-1",
-        }
+        if kind == "azurite":
+            urllib.request.urlopen(_azure_bucket(url)).close()
+        elif kind == "moto":
+            urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+        yield _of_azure(url) if kind == "azurite" else _of_s3(url)
     finally:
         process.kill()
         process.wait()
+
+
+def _of_s3(url: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
+
+
+def _of_azure(url: str) -> dict[str, str]:
+    return {
+        "AZURITE_BLOB_STORAGE_URL": url,
+        "AZURE_STORAGE_USE_EMULATOR": "true",
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_ACCOUNT_KEY": SECRET,
+    }
+
+
+def _azure_bucket(url: str) -> urllib.request.Request:
+    """The signed request that makes the bucket."""
+    headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+    signed = "\n".join(f"{name}:{value}" for name, value in headers.items())
+    text = "PUT" + "\n" * 12 + f"{signed}\n/account/account/bucket\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(SECRET), text.encode(), hashlib.sha256)).decode()
+    headers["Authorization"] = f"SharedKey account:{signature}"
+    return urllib.request.Request(f"{url}/account/bucket?restype=container", method="PUT", headers=headers)
 
 
 def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
