@@ -14,10 +14,10 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import Buffer, override
 
@@ -28,6 +28,7 @@ from datastates.storage.objects import Entry, Store, Traits, Writer, absent
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 PATIENCE = 60.0
 """Seconds for which a request is sent again while a server is silent or busy, but for one that creates an object."""
+_Listed = TypeVar("_Listed")
 _PIECE = 8 << 20
 _PARTS_AT_ONCE = 12
 """Parts of one object that are uploaded at a time."""
@@ -39,6 +40,8 @@ _LONGEST_NAME = 200
 _END = 4096
 """Last bytes of an object that tell whether it was made."""
 _STATUS = re.compile(r"status code: \d+ [\w ]+|HTTP error: [\w :]+")
+_DENIED = re.compile(r"status code: 40[13]\b")
+_GARBLED = re.compile(r"body error|invalid list response")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -76,8 +79,7 @@ class Buckets(Store):
     def is_folder(self, path: Location) -> bool:
         key = self._key("look", path)
         with _told("look", path):
-            pages = _obstore().list(self._client(path), key or None, chunk_size=1)
-            return any(pages) or not key
+            return _listed(lambda: any(_obstore().list(self._client(path), key or None, chunk_size=1))) or not key
 
     @override
     def length_if_there(self, path: Location) -> int | None:
@@ -99,9 +101,9 @@ class Buckets(Store):
         found: dict[str, Entry] = {}
         with _told("list", folder):
             if deep:
-                pages = _obstore().list(self._client(folder), key or None)
+                pages = _listed(lambda: [*_obstore().list(self._client(folder), key or None)])
             else:
-                page = _obstore().list_with_delimiter(self._client(folder), key or None)
+                page = _listed(lambda: _obstore().list_with_delimiter(self._client(folder), key or None))
                 found = {name[begin:].rstrip("/"): Entry("folder", 0, 0, None) for name in page["common_prefixes"]}
                 pages = [page["objects"]]
             found.update((one["path"][begin:], _entry(one)) for page in pages for one in page)
@@ -296,16 +298,30 @@ class _told:  # named as a statement, as contextlib.suppress is
             return
         numbers = {
             FileNotFoundError: errno.ENOENT,
-            known.AlreadyExistsError: errno.EEXIST,
+            known.AlreadyExistsError: errno.EEXIST if self._decides else 0,  # each 409 is one
             known.PermissionDeniedError: errno.EACCES,
             known.UnauthenticatedError: errno.EACCES,
         }
         number = next((number for kind, number in numbers.items() if isinstance(error, kind)), 0)
+        if _DENIED.search(str(error)):  # whose kind a list, a removal and a writer do not tell
+            number = errno.EACCES
+        if number == errno.ENOENT and (self._decides, self._operation) == (True, "write"):
+            number = 0  # the end of an upload was sent again, and found it done
         if number == errno.ENOENT:
             raise absent(self._operation, self._path) from None
         text = f"{self._operation} {self._path}: {_reason(str(error))}"
         uncertain = self._decides and number == 0
         raise (UncertainError if uncertain else StorageError)(number, self._operation, str(self._path), text) from None
+
+
+def _listed(call: Callable[[], _Listed]) -> _Listed:
+    """What a list has. It is asked for again where its answer was cut or garbled: obstore does so for objects only."""
+    try:
+        return call()
+    except importlib.import_module("obstore.exceptions").GenericError as error:
+        if not _GARBLED.search(str(error)):
+            raise
+        return call()
 
 
 def _reason(text: str) -> str:
