@@ -166,7 +166,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     @contextmanager
     def _asked(self, body: bytes, *, cut: bool) -> Iterator[http.client.HTTPResponse | None]:
-        """The server's answer; None where the request was cut."""
+        """The server's answer; None where the request was cut, or the server broke the connection."""
         behind = http.client.HTTPConnection(self.faults.behind)
         try:
             behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -174,7 +174,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 if name.lower() != "connection":
                     behind.putheader(name, value)
             behind.endheaders(body[: len(body) // 2] if cut else body)
-            yield None if cut else behind.getresponse()
+            answer = None
+            if not cut:
+                with suppress(OSError, http.client.HTTPException):  # it has no answer
+                    answer = behind.getresponse()
+            yield answer
         finally:
             behind.close()
 
