@@ -51,7 +51,7 @@ def server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
         port = str(free.getsockname()[1])
     place = ["--host", "127.0.0.1", "--port", port]
     commands: dict[str, list[str | Path]] = {
-        "moto": [sys.executable, "-m", "moto.server", *place],
+        "moto": [sys.executable, Path(__file__).with_name("moto_server.py"), *place],
         "localbucket": [sys.executable, "-m", "localbucket", *place, folder],
         "nanio": [sys.executable, "-m", "nanio", "serve", *place, "--data-dir", folder],
         "azurite": [AZURITE, "--blobPort", port, "--location", folder, "--silent", "--disableTelemetry"],
