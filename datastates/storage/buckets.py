@@ -28,7 +28,7 @@ from datastates.storage.objects import Entry, Store, Traits, Writer, absent
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 PATIENCE = 60.0
 """Seconds for which a request is sent again while a server is silent or busy, but for one that creates an object."""
-_Listed = TypeVar("_Listed")
+_Answer = TypeVar("_Answer")
 _PIECE = 8 << 20
 _PARTS_AT_ONCE = 12
 """Parts of one object that are uploaded at a time."""
@@ -79,7 +79,7 @@ class Buckets(Store):
     def is_folder(self, path: Location) -> bool:
         key = self._key("look", path)
         with _told("look", path):
-            return _listed(lambda: any(_obstore().list(self._client(path), key or None, chunk_size=1))) or not key
+            return _again(lambda: any(_obstore().list(self._client(path), key or None, chunk_size=1))) or not key
 
     @override
     def length_if_there(self, path: Location) -> int | None:
@@ -101,9 +101,9 @@ class Buckets(Store):
         found: dict[str, Entry] = {}
         with _told("list", folder):
             if deep:
-                pages = _listed(lambda: [*_obstore().list(self._client(folder), key or None)])
+                pages = _again(lambda: [*_obstore().list(self._client(folder), key or None)])
             else:
-                page = _listed(lambda: _obstore().list_with_delimiter(self._client(folder), key or None))
+                page = _again(lambda: _obstore().list_with_delimiter(self._client(folder), key or None))
                 found = {name[begin:].rstrip("/"): Entry("folder", 0, 0, None) for name in page["common_prefixes"]}
                 pages = [page["objects"]]
             found.update((one["path"][begin:], _entry(one)) for page in pages for one in page)
@@ -175,7 +175,7 @@ class Buckets(Store):
         for path in paths:
             key = self._key("remove", path)
             with _told("remove", path), contextlib.suppress(FileNotFoundError):
-                _obstore().delete(self._client(path), key)
+                _again(functools.partial(_obstore().delete, self._client(path), key))
 
     def _client(self, path: Location, *, decides: bool = False) -> Any:
         """A bucket's client in obstore; ``decides``: one that sends nothing twice."""
@@ -314,8 +314,8 @@ class _told:  # named as a statement, as contextlib.suppress is
         raise (UncertainError if uncertain else StorageError)(number, self._operation, str(self._path), text) from None
 
 
-def _listed(call: Callable[[], _Listed]) -> _Listed:
-    """What a list has. It is asked for again where its answer was cut or garbled: obstore does so for objects only."""
+def _again(call: Callable[[], _Answer]) -> _Answer:
+    """Call again if the answer was cut or garbled, for what may be done twice. obstore reads on in objects only."""
     try:
         return call()
     except importlib.import_module("obstore.exceptions").GenericError as error:

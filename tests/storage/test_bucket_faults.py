@@ -10,6 +10,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def restored(run: str) -> Any:
 
 
 READS: list[Callable[[str], Any]] = [ds.load, opened, restored]
+
+
+def save(run: str) -> None:
+    with ds.Checkpointer(run) as checkpointer:
+        checkpointer.snapshot([from_state_dict("model", STATE)], step=5).wait_committed()
+
+
 VERBS: dict[str, Callable[[Buckets, Location], object]] = {
     "look": lambda store, path: store.look(path),
     "list": lambda store, path: [store.entries(path), store.entries(path, deep=True)],
@@ -112,7 +120,7 @@ VERBS: dict[str, Callable[[Buckets, Location], object]] = {
 
 
 @pytest.mark.parametrize("fault", ["answer", "lose", "cut_down"])
-@pytest.mark.parametrize("verb", ["look", "list", "read", "write"])
+@pytest.mark.parametrize("verb", ["look", "list", "read", "write", "remove"])
 def test_a_request_that_fails_once_is_sent_again(
     store: Buckets, faults: FaultServer, root: Location, fault: str, verb: str
 ) -> None:
@@ -298,6 +306,40 @@ def test_an_upload_that_is_denied_is_aborted(store: Buckets, faults: FaultServer
     assert store.entries(root) == {}
 
 
+# --- saving
+
+
+@pytest.mark.long
+@ONE_SERVER
+def test_a_save_is_committed_though_an_answer_is_lost(store: Buckets, faults: FaultServer, root: Location) -> None:
+    state = {"w": np.arange(1_500_000.0), "step": 5}  # of two parts
+    for first in itertools.count(1):
+        run = str(root / str(first))
+        faults.clear()
+        spoiled = faults.add("lose", first=first)
+        with ds.Checkpointer(run) as checkpointer:
+            checkpointer.snapshot([from_state_dict("model", state)], step=5).wait_committed()
+        met = spoiled.met.is_set()
+        faults.clear()
+        assert equal(ds.load(run)["model"], state)
+        if not met:
+            break
+    assert first > 30
+
+
+def test_a_save_that_is_denied_fails_alone(store: Buckets, faults: FaultServer, root: Location) -> None:
+    with ds.Checkpointer(str(root)) as checkpointer:
+        denied = faults.add("answer", "PUT", "/rank-00000", status=403, times=1000)
+        taken = checkpointer.snapshot([from_state_dict("model", STATE)], step=5)
+        with pytest.raises(StorageError, match=rf"^write {root}/step-.*: 403 Forbidden, Canary$") as caught:
+            taken.wait_committed()
+        assert caught.value.errno == errno.EACCES
+        assert denied.met.is_set()
+        faults.clear()
+        checkpointer.snapshot([from_state_dict("model", STATE)], step=6).wait_committed()
+        assert checkpointer.steps() == [6]
+
+
 # --- secrets
 
 
@@ -330,11 +372,15 @@ def test_nothing_of_a_run_has_a_secret(
         for verb in VERBS.values():
             tell(lambda verb=verb: verb(store, path))
         tell(lambda: write(store, Location(run) / "b"))
+        if status in (0, 401, 403) and fault != "lose":  # others are tried for a minute
+            tell(partial(save, f"{run}/{status}"))
         for read in (*READS, lambda run: ds.export(run, tmp_path / "file.safetensors")):
             tell(lambda read=read: read(run))
         for command in ("ls", "inspect", "verify"):
             tell(lambda command=command: main([command, run]))
+    faults.clear()
     everything = "".join([*told, *capfd.readouterr(), caplog.text]).encode()
+    everything += b"".join(store.read_all(Location(run) / name) for name in store.entries(Location(run), deep=True))
     everything += b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     for secret in (servers.SECRET, "Signature", "SharedKey", faults.address, faults.behind):
         assert secret.encode() not in everything, secret
