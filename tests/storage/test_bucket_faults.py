@@ -340,6 +340,13 @@ def test_a_save_that_is_denied_fails_alone(store: Buckets, faults: FaultServer, 
         assert checkpointer.steps() == [6]
 
 
+@pytest.mark.parametrize("kind", ["nanio"], indirect=True, scope="module")
+def test_a_store_that_replaces_on_create_is_refused(store: Buckets, root: Location) -> None:
+    with pytest.raises(StorageError, match=f"^{root}: the store does not keep its promise: .* save to a store that"):
+        save(str(root))
+    assert store.entries(root) == {}
+
+
 # --- secrets
 
 
