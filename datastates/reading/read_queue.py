@@ -15,6 +15,7 @@ from datastates.planning.plans import Chunks, ReadPlan
 from datastates.planning.several import FileRanges
 from datastates.state.runs import Runs
 from datastates.state.shards import HOST, Buffer
+from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
@@ -178,10 +179,11 @@ class ReadQueue:
     def wanted(self) -> FileRanges:
         """The ranges for the planner.
 
-        Storage may be read straight into host memory that begins on a page, as direct I/O needs it. Most tensors do
-        not.
+        A file may be read straight into host memory that begins on a page, as direct I/O needs it. Most tensors do
+        not. Other stores fill any host memory.
         """
         single, (pointer, device, _) = self._single(), self.memory
+        has_files = store_of(self.source.path).traits.has_files
         dest, wanted = self.ranges()
         record = np.searchsorted(self.source.data_offset, wanted.source.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
@@ -190,7 +192,7 @@ class ReadQueue:
             wanted=wanted,
             dest=dest.astype(np.int32),
             dest_nbytes=np.append(single.nbytes, np.array([place.nbytes for _, place, _ in self.runs], np.uint64)),
-            in_place=((device == HOST) & (pointer % np.uint64(PAGE) == 0)).astype(np.uint8),
+            in_place=((device == HOST) & ((pointer % np.uint64(PAGE) == 0) | (not has_files))).astype(np.uint8),
             whole=np.append(single.whole, np.zeros(len(self.runs), bool)).astype(np.uint8),
             chunks=self.source.chunks(first, last),
         )

@@ -10,6 +10,7 @@
 
 #include "datastates/base/error.hpp"
 #include "datastates/io/threads_backend.hpp"
+#include "datastates/read/extent_place.hpp"
 #include "datastates/read/extent_read.hpp"
 
 namespace datastates {
@@ -238,8 +239,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(ReadFrom place, std::shared_ptr<c
         state->devices().add_producer(device, engine->record(stream));
     }
     // After the engines exist, so that memory for a device is page-locked before its first use.
-    const std::size_t blocks = std::min(state->plan().extents().size(), most_blocks(*state));
-    cache_.reserve(blocks * cache_.block_bytes());
+    cache_.reserve(most_blocks(*state) * cache_.block_bytes());
     Reader& reader = reader_of(*state);
     {
         const std::scoped_lock lock(mutex_);
@@ -267,15 +267,22 @@ std::size_t Executor::depth_of(ReadState& state) const {
                                                 : std::max(queue_depth_, kHandedAtOnce);
 }
 
-/// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
-/// of a file in memory share blocks, and a block is free again once all of them have ended. So they
-/// may use somewhat more; then some workers wait.
+/// The blocks to reserve for a read: as many as its extents that are not read in place use at a
+/// time, see Reader::has_room(). Workers are faster than those who hand bytes over: the blocks for
+/// what is on its way are enough there. Extents of a file in memory share blocks, and a block is
+/// free again once all of them have ended. So they may use somewhat more; then some workers wait.
 std::size_t Executor::most_blocks(ReadState& state) const {
     const std::size_t depth = depth_of(state);
     const std::size_t worked = depth + workers_.size();
-    if (!state.memory_backed()) return depth + worked;
+    const auto needs_block = [&](const ReadPlan::Extent& extent) {
+        return in_place(state, state.file(), extent, false) == nullptr;
+    };
+    const std::size_t extents = std::ranges::count_if(state.plan().extents(), needs_block);
+    if (state.file().descriptor() == nullptr) return std::min(extents, worked);
+    if (!state.memory_backed()) return std::min(extents, depth + worked);
     const std::size_t windows = std::max(cache_.block_bytes() / (2 * longest_step(state)), 1UL);
-    return std::max((worked + windows - 1) / windows, std::min(worked, kFewBlocks));
+    const std::size_t shared = (worked + windows - 1) / windows;
+    return std::min(extents, std::max(shared, std::min(worked, kFewBlocks)));
 }
 
 void Executor::look_again(const WriteState& job) {

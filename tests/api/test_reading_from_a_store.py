@@ -86,6 +86,18 @@ def test_bytes_come_straight_into_new_arrays(store: Watched) -> None:
     assert outside(store, loaded) <= CACHE
 
 
+def test_bytes_come_straight_into_arrays_at_any_address(store: Watched, tmp_path: Path) -> None:
+    state = {f"layer {i}": np.full(300_001, i, np.float32) for i in range(5)}
+    ds.snapshot([HostTensorProvider("model", state)], tmp_path / "layers", **OPTIONS).wait_committed()
+    for file in (tmp_path / "layers").iterdir():
+        store.create(Location(ROOT).parent / "layers" / file.name, file.read_bytes())
+    live = {name: np.zeros(300_002, np.float32)[1:] for name in state}
+    ds.restore([HostTensorProvider("model", live)], "mem://bucket/layers", **OPTIONS)
+    assert all((live[name] == state[name]).all() for name in state)
+    assert store.given
+    assert outside(store, *live.values()) == 0
+
+
 def test_bytes_of_small_arrays_pass_through_the_host_cache(store: Watched) -> None:
     live = {"w": np.zeros(SHAPE, np.float32)} | {f"small {i}": np.zeros(SMALL) for i in range(MANY)}
     ds.restore([HostTensorProvider("model", live)], ROOT, **OPTIONS)
