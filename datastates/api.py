@@ -23,6 +23,7 @@ from datastates.exporting import export as exporting
 from datastates.exporting.export import Exported
 from datastates.exporting.request import ExportRequest
 from datastates.formats import recognise
+from datastates.formats.seen import Seen
 from datastates.formats.together import origin_of
 from datastates.ranks.world import SoloWorld, World, meet, open_world
 from datastates.reading.checkpoint import Checkpoint
@@ -146,13 +147,13 @@ def _met(
 
     ``wait`` is called before the path is looked at: what is committed meanwhile is found.
     """
-    with telling(lambda: recognise.meeting_place(Location.of(path)), options, partial(refuse_to_restore, name)):
+    with telling(lambda: recognise.meeting_place(Seen(Location.of(path))), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options, known)
         refuse_path(providers)
         given = Location.of(path)
         wait()
-        origin = origin_of(given)
-    with contextlib.closing(open_world(settings, recognise.meeting_place(given))) as world:
+        origin = origin_of(seen := Seen(given))
+    with contextlib.closing(open_world(settings, recognise.meeting_place(seen))) as world:
         yield partial(make_executor, settings), given, origin, world
 
 
@@ -263,7 +264,7 @@ def _load_like(
     if not isinstance(like, Mapping):
         raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
     gate.pass_all()  # before the look: what is committed meanwhile is found
-    origin = origin_of(path)
+    origin = origin_of(Seen(path))
     # the names in a file of safetensors, say: no provider's name is in front of them
     is_bare = not isinstance(origin, Given) and all(is_leaf(tree) for tree in like.values())
     trees = {"like": dict(like)} if is_bare else like

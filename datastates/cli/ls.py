@@ -13,9 +13,9 @@ from datastates.cli.output import as_size, complain, flush, print_json, print_ta
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
-from datastates.formats import own, recognise
+from datastates.formats import recognise
 from datastates.formats.recognise import Other
-from datastates.storage import store_of
+from datastates.formats.seen import Seen
 from datastates.storage.location import Location
 
 WHAT = "list the checkpoints in a directory, and what interrupted runs left there"
@@ -76,13 +76,14 @@ def _is_recent(found: list[dict[str, Any]], most: float) -> bool:
 
 
 def _look(path: Location) -> _Listing:
-    kind = recognise.recognise(path)
-    if kind is own and store_of(path).is_folder(path):
+    seen = Seen(path)
+    kind = recognise.recognise(seen)
+    if seen.has_manifest:
         return _Listing([_describe(path)], [], [], {})
     if kind is not None:
         return _Listing([], [], [], {path.name or str(path): recognise.describe(path, kind)})
-    if not store_of(path).is_folder(path):
-        raise CheckpointNotFoundError(f"{path} is {recognise.what_is(path) or 'neither a directory nor a checkpoint'}")
+    if not seen.is_folder:
+        raise CheckpointNotFoundError(f"{path} is {recognise.what_is(seen) or 'neither a directory nor a checkpoint'}")
     tier, found = tier_of(path), []
     every = tier.checkpoints()
     known = {one.path.name for one in every}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from datastates.commit import manifest
 from datastates.commit.names import STEP, final_of
@@ -11,10 +11,9 @@ from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location
 
 
-def is_root(path: Location) -> bool:
-    """Whether a path is a directory of checkpoints: one with a committed checkpoint in it."""
-    names = sorted(filter(STEP.match, store_of(path).names(path)))
-    return any(manifest.look(path / name) is not None for name in names)
+def is_root(path: Location, names: Iterable[str]) -> bool:
+    """Whether a path, where these names are, is a directory of checkpoints: one with a committed checkpoint in it."""
+    return any(manifest.look(path / name) is not None for name in filter(STEP.match, names))
 
 
 def without_manifest(root: Location, known: Collection[str] = ()) -> list[Location]:

@@ -166,7 +166,7 @@ def decode(data: bytes, path: str) -> Manifest:
 
 def look(path: Location) -> Entry | None:
     """Look at a checkpoint's manifest; None if it has none, and so is no checkpoint. Raises StorageError."""
-    found = store_of(path).look(path / FILE)
+    found = store_of(path).file(path / FILE)
     if found is not None and found.kind == "file" and found.nbytes <= len(FENCE):
         try:
             return None if is_fence(store_of(path).read_all(path / FILE, _MAX_NBYTES)) else found

@@ -30,11 +30,9 @@ class Given(NamedTuple):
     only: Location | None = None
 
 
-def given(path: Location) -> Given:
-    """Find out what a path means; raises StorageError."""
-    if manifest.look(path) is not None:
-        return Given(tier_of(path.parent), path)
-    return Given(tier_of(path))
+def given(path: Location, *, is_checkpoint: bool) -> Given:
+    """What a path means, which is a checkpoint or a place of them."""
+    return Given(tier_of(path.parent), path) if is_checkpoint else Given(tier_of(path))
 
 
 def candidates(place: Given, step: int | None = None, *, certain: bool = True) -> list[Location]:

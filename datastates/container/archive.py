@@ -125,16 +125,15 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
     return Footer(offset, nbytes, crc)
 
 
-def read_index(read: Read, file_nbytes: int) -> tuple[bytes, Footer]:
-    """Read the encoded index of a container, and compare it with its checksum.
+def find_index(ending: bytes, read: Read, file_nbytes: int) -> tuple[bytes, Footer]:
+    """Find the encoded index of a container in the last bytes of the file, and compare it with its checksum.
 
-    It reads the last :data:`GUESS` bytes of the file, and reads again only when the index begins before them.
+    It reads again only when the index begins before them.
 
     Raises:
         FormatError: The file is no container, or a damaged one.
     """
-    start = max(0, file_nbytes - GUESS)
-    ending = read(start, file_nbytes - start)
+    start = file_nbytes - len(ending)
     footer = decode_footer(ending, file_nbytes)
     if footer.offset >= start:
         data = ending[footer.offset - start : footer.offset - start + footer.nbytes]

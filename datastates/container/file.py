@@ -29,6 +29,8 @@ from datastates.storage.stores import reader
 
 _READ_AT_ONCE = 16
 """Indexes to read at a time: each waits for one read of some ten KiB."""
+_BEFORE = 16 << 10
+"""Bytes before an index that are kept until it is decoded: ``data.pkl`` of most containers lies there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,8 @@ class Container:
     index: Index
     index_crc: int
     index_offset: int
+    pickle: bytes | None = None
+    """The data of ``data.pkl``, where that came with the index."""
 
     @property
     def data_offset(self) -> U64:
@@ -101,9 +105,15 @@ class Container:
         """The error for damaged data; ``key`` names a tensor, an object or a part of the file."""
         return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
+    def read_pickle(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of ``data.pkl``, not verified; ``offset`` is one of the file."""
+        if self.pickle is None:
+            return store_of(self.path).read(self.path, offset, nbytes)
+        return self.pickle[offset - self.index.pickle_offset :][:nbytes]
+
     def read_object(self, stored: StoredObject) -> bytes:
         """Read the opcodes of an object; raises CorruptError if they do not match their checksum."""
-        data = store_of(self.path).read(self.path, stored.offset, stored.nbytes)
+        data = self.read_pickle(stored.offset, stored.nbytes)
         if checksums.crc32(data) != stored.crc:
             raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
         return data
@@ -138,25 +148,34 @@ def open_container(path: Location) -> Container:
 
 @dataclass(frozen=True, slots=True)
 class EncodedIndex:
-    """The data that a container is opened by: the file's length, the encoded index, and the footer."""
+    """The data that a container is opened by: the file's length, the encoded index, bytes before it, and the footer."""
 
     path: Location
     nbytes: int
+    before: bytes
     index: bytes
     footer: archive.Footer
 
 
-def read_index(path: Location) -> EncodedIndex:
-    """Read the length, index and footer of a container; raises as :func:`open_container` does."""
-    nbytes = store_of(path).length(path)
+def read_index(path: Location, expected: int | None = None) -> EncodedIndex:
+    """Read the length, index and footer of a container; raises as :func:`open_container` does.
+
+    ``expected``: the length that it should have.
+    """
+    nbytes, ending = store_of(path).ending(path, archive.GUESS, expected)
     with _naming(path):
-        return EncodedIndex(path, nbytes, *archive.read_index(reader(path), nbytes))
+        index, footer = archive.find_index(ending, reader(path), nbytes)
+    at = max(0, footer.offset - (nbytes - len(ending)))
+    return EncodedIndex(path, nbytes, ending[max(0, at - _BEFORE) : at], index, footer)
 
 
 def _decoded(read: EncodedIndex) -> Container:
     with _naming(read.path):
         index = decode_index(read.index, read.nbytes)
-    return Container(read.path, read.nbytes, index, read.footer.crc, read.footer.offset)
+    begin = index.pickle_offset - (read.footer.offset - len(read.before))
+    end = begin + index.pickle_nbytes
+    pickle = read.before[begin:end] if 0 <= begin <= end <= len(read.before) else None
+    return Container(read.path, read.nbytes, index, read.footer.crc, read.footer.offset, pickle)
 
 
 @contextlib.contextmanager
@@ -190,7 +209,7 @@ def open_each(named: Sequence[Named]) -> list[Container | None]:
 
 def _read_named(named: Named) -> EncodedIndex | None:
     try:
-        return read_index(named.path)
+        return read_index(named.path, named.nbytes)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None

@@ -15,6 +15,7 @@ from datastates.formats import dcp, hugging_face, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.format import Format, Problem
 from datastates.formats.hugging_face import read_object
+from datastates.formats.seen import Seen
 from datastates.formats.torch_file import TorchCheckpoint, TorchFile
 from datastates.state.new_memory import Into
 from datastates.storage import store_of
@@ -45,20 +46,20 @@ class FolderFormat:
     backend: str = ""
     refusal: str = ""
 
-    def recognises(self, path: Location) -> bool:
+    def recognises(self, seen: Seen) -> bool:
         """As :meth:`Format.recognises`."""
-        return store_of(path).is_file(path / self.file) and (bool(self.refusal) or self.weights.recognises(path))
+        return seen.has(self.file) and (bool(self.refusal) or self.weights.recognises(seen))
 
     def open(self, path: Location) -> Composite:
         """As :meth:`Format.open`."""
-        file, store = path / self.file, store_of(path)
-        if self.refusal and not self.weights.recognises(path):
+        file, seen = path / self.file, Seen(path)
+        if self.refusal and not self.weights.recognises(seen):
             raise StorageError(errno.ENOENT, "open", str(path), f"{path} {self.refusal}")
         told = read_object(file, self.field, self.kind, most=self.most)[self.field]
         if self.backend and told != self.backend:
             raise FormatError(f"{file}: the checkpoint is of the backend {told!r:.40}, and only {self.backend} is read")
-        names = {name for glob in self.others for name in fnmatch.filter(store.names(path), glob)}
-        found = [path / name for name in sorted(names) if store.is_file(path / name)]
+        names = {name for glob in self.others for name in fnmatch.filter(seen.names, glob)}
+        found = [path / name for name in sorted(names) if seen.has(name)]
         weights = self.weights.open(path)
         assert isinstance(weights, Foreign)
         return Composite(
@@ -94,9 +95,11 @@ class _Lightning:
     _VERSION = "pytorch-lightning_version"
     _HEAD = 1 << 16  # bytes at the beginning that hold the begin of the pickle, in which the version comes early
 
-    def recognises(self, path: Location) -> bool:
+    def recognises(self, seen: Seen) -> bool:
         """As :meth:`Format.recognises`."""
-        return torch_file.recognises(path) and self._VERSION.encode() in store_of(path).head(path, self._HEAD)
+        if not torch_file.recognises(seen):
+            return False
+        return self._VERSION.encode() in store_of(seen.path).read(seen.path, 0, min(seen.nbytes, self._HEAD))
 
     def open(self, path: Location) -> TorchCheckpoint:
         """As :meth:`Format.open`."""

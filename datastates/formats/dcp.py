@@ -25,6 +25,7 @@ from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.format import Problem
 from datastates.formats.record_file import Record
+from datastates.formats.seen import Seen
 from datastates.state import memory
 from datastates.state.new_memory import Into
 from datastates.state.shards import ArrayRef, Shard, StoredArray
@@ -36,9 +37,9 @@ from datastates.storage.stores import reader
 NAME = "a checkpoint of torch.distributed.checkpoint"
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a folder has the file ``.metadata`` of DCP."""
-    return store_of(path).is_folder(path) and store_of(path).is_file(path / dcp_metadata.FILE)
+    return seen.has(dcp_metadata.FILE)
 
 
 def open(path: Location) -> DcpCheckpoint:

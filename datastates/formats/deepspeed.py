@@ -16,6 +16,7 @@ from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, StorageError
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor, whole
+from datastates.formats.seen import Seen
 from datastates.formats.torch_file import TorchFile
 from datastates.state import dtypes
 from datastates.state.flat_layout import FlatLayout, Slice
@@ -33,9 +34,9 @@ Place = tuple[TorchFile, StoredArray, Shard]
 """A file, an array in it, and the part of a parameter that lies in the array."""
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a folder has the optimizer's file of rank 0, or its file ``latest`` names a folder that has one."""
-    return store_of(path).is_folder(path) and _folder(path) is not None
+    return _folder(seen) is not None
 
 
 def open(path: Location) -> Foreign:
@@ -46,7 +47,7 @@ def open(path: Location) -> Foreign:
             names the file.
         StorageError: A file is missing or cannot be read; the message names it.
     """
-    folder = _folder(path)
+    folder = _folder(Seen(path))
     assert folder is not None
     try:
         return _open(folder)
@@ -56,18 +57,18 @@ def open(path: Location) -> Foreign:
         raise FormatError(f"{folder} is no checkpoint of ZeRO: {type(error).__name__}: {error}") from error
 
 
-def _folder(path: Location) -> Location | None:
-    """``path`` if it is the folder of a tag, else the folder that its file ``latest`` names; None without one."""
-    if any(match[1] == "0" for match in map(_OPTIMIZER.match, _names(path)) if match):
-        return path
-    if not (store := store_of(path)).is_file(path / _LATEST):
+def _folder(seen: Seen) -> Location | None:
+    """The path if it is the folder of a tag, else the folder that its file ``latest`` names; None without one."""
+    if any(match[1] == "0" for match in map(_OPTIMIZER.match, seen.names) if match):
+        return seen.path
+    if not seen.has(_LATEST):
         return None
     try:
-        tag = store.head(path / _LATEST, _MOST_TAG).decode().strip()
+        tag = store_of(seen.path).head(seen.path / _LATEST, _MOST_TAG).decode().strip()
     except UnicodeDecodeError:
         return None
     is_name = tag and Location(tag).name == tag and tag != ".."
-    return _folder(path / tag) if is_name and store.is_folder(path / tag) else None
+    return _folder(Seen(seen.path / tag)) if is_name else None
 
 
 def _names(path: Location) -> list[str]:

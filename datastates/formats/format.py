@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
+from datastates.formats.seen import Seen
 from datastates.reading.tensors import TensorFile, Tensors
 from datastates.state.new_memory import Into
 from datastates.storage.location import Location
@@ -82,7 +83,7 @@ class Format(Protocol):
     def NAME(self) -> str:
         """The name of a checkpoint of this format, with its article."""
 
-    def recognises(self, path: Location) -> bool:
+    def recognises(self, seen: Seen) -> bool:
         """Whether a file or folder is of the format, judged by its contents. Reads little of it.
 
         Raises:

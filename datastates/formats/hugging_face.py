@@ -14,7 +14,9 @@ from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
+from datastates.formats.seen import Seen
 from datastates.formats.torch_file import TorchFile
+from datastates.formats.torch_parts import HEAD
 from datastates.reading.tensors import Metadata
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -27,9 +29,9 @@ _MOST_INDEX = 256 << 20
 """Longest index in bytes that is read: one of a million tensors has a hundred megabytes."""
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a folder has weights, as safetensors or as the older files of ``torch.save``."""
-    return store_of(path).is_folder(path) and _found(path) is not None
+    return _found(seen) is not None
 
 
 def open(path: Location) -> Foreign:
@@ -39,7 +41,7 @@ def open(path: Location) -> Foreign:
         FormatError: A file is damaged, or two files have one tensor; the message names the file.
         StorageError: A file is missing or cannot be read; the message names it.
     """
-    first = _found(path)
+    first = _found(Seen(path))
     assert first is not None
     if not first.name.endswith(_INDEX):
         return Foreign(NAME, path, [_open_file(first)])
@@ -92,19 +94,18 @@ class Indexed(Foreign):
 
 
 def _open_file(path: Location) -> ForeignFile:
-    return TorchFile(path) if torch_file.recognises(path) else safetensors_file.open_file(path)
+    is_torch = torch_file.is_beginning(store_of(path).head(path, HEAD))
+    return TorchFile(path) if is_torch else safetensors_file.open_file(path)
 
 
-def _found(path: Location) -> Location | None:
+def _found(seen: Seen) -> Location | None:
     """Path of the index, or of the only file of weights; else None. Files without an index are several checkpoints."""
-    store = store_of(path)
     for known in (one for file in _FILES for one in (file + _INDEX, file)):
-        if store.is_file(path / known):
-            return path / known
-    names = store.names(path)
-    indexes = [name for name in names if name.endswith(f"{safetensors_file.SUFFIX}{_INDEX}")]
-    files = [name for name in names if name.endswith(safetensors_file.SUFFIX) and store.is_file(path / name)]
-    return path / indexes[0] if len(indexes) == 1 else path / files[0] if len(files) == 1 else None
+        if seen.has(known):
+            return seen.path / known
+    indexes = [name for name in seen.names if name.endswith(f"{safetensors_file.SUFFIX}{_INDEX}")]
+    files = [name for name in seen.names if name.endswith(safetensors_file.SUFFIX) and seen.has(name)]
+    return seen.path / indexes[0] if len(indexes) == 1 else seen.path / files[0] if len(files) == 1 else None
 
 
 def _read_index(path: Location) -> tuple[dict[str, str], dict[str, Any]]:

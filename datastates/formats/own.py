@@ -19,11 +19,12 @@ from datastates.container import archive, checksums, digests
 from datastates.container.file import Container, Named
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import ShardTable
-from datastates.errors import DatastatesError
+from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
+from datastates.formats.seen import Seen
 from datastates.reading import whole_checkpoint
-from datastates.reading.every_container import named_in, open_checkpoint, open_named
+from datastates.reading.every_container import named_in, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
@@ -66,13 +67,20 @@ class OwnCheckpoint:
             StorageError: It cannot be read.
         """
         self._path = path
-        self._manifest = None if store_of(path).is_file(path) else manifest.open(path)
+        self._manifest = None
+        try:
+            self._manifest = manifest.open(path)
+        except CheckpointNotFoundError:
+            if not store_of(path).is_file(path):
+                raise
         self.tensors = Stored.of_file(path) if self._manifest is None else Stored(Head.of(path, self._manifest))
 
     @cached_property
     def files(self) -> list[Container]:
         """All its containers, opened."""
-        return self.tensors.every() if self._manifest is None else open_checkpoint(self._path)[1]
+        if self._manifest is None:
+            return self.tensors.every()
+        return open_named(named_in(self._path, self._manifest))
 
     @property
     def nbytes(self) -> int:
@@ -127,11 +135,11 @@ def _naming(path: Location, what: str, problems: Iterator[Problem]) -> Iterator[
         yield Problem(path, what, f"cannot be read: {error}")
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
-    if not store_of(path).is_file(path):
-        return manifest.look(path) is not None
-    return has_ending(path) or has_beginning(path)
+    if seen.has_manifest or not seen.is_file:
+        return seen.has_manifest
+    return archive.is_ending(seen.ending(_TAIL)) or archive.is_beginning(seen.beginning[:_HEAD])
 
 
 def open(path: Location) -> OwnCheckpoint:

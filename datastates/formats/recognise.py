@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from datastates._base import log
-from datastates.commit import directories, health, manifest, newest
+from datastates.commit import directories, health, newest
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import dcp, deepspeed, hugging_face, own, safetensors_file, torch_file
 from datastates.formats.composite import LIGHTNING, MEGATRON, TRAINER
 from datastates.formats.format import Format, Opened
+from datastates.formats.seen import Seen
 from datastates.storage import Entry, store_of
 from datastates.storage.location import Location, PathLike
-from datastates.storage.stores import reader
 
-FORMATS: tuple[Format, ...] = (
-    own,
+_FOREIGN: tuple[Format, ...] = (
     MEGATRON,
     dcp,
     TRAINER,
@@ -29,10 +28,10 @@ FORMATS: tuple[Format, ...] = (
     torch_file,
     safetensors_file,
 )
-"""All formats. The first that recognises a path is taken."""
+"""The formats of others. The first that recognises a path is taken."""
 
 
-def recognise(path: Location) -> Format | None:
+def recognise(seen: Seen) -> Format | None:
     """The format of a file or a folder that is one checkpoint; None for one that no format recognises.
 
     A directory of this package's checkpoints is none of another format, whatever else lies in it.
@@ -40,9 +39,9 @@ def recognise(path: Location) -> Format | None:
     Raises:
         StorageError: It cannot be read.
     """
-    if not own.recognises(path) and directories.is_root(path):
-        return None
-    return next((one for one in FORMATS if one.recognises(path)), None)
+    if own.recognises(seen):
+        return own
+    return None if seen.is_root else next((one for one in _FOREIGN if one.recognises(seen)), None)
 
 
 _TELL_STEP: tuple[Format, ...] = (own, TRAINER, deepspeed, LIGHTNING)
@@ -93,7 +92,7 @@ def others(root: Location, known: Collection[str]) -> dict[str, Format]:
     for name in sorted(store_of(root).names(root)):
         if name not in known:
             with contextlib.suppress(StorageError):
-                if (kind := recognise(root / name)) is not None:
+                if (kind := recognise(Seen(root / name))) is not None:
                     found[name] = kind
     return found
 
@@ -118,24 +117,22 @@ def refuse_absence(path: Location, step: int | None) -> NoReturn:
 
 
 def _with_other(error: CheckpointNotFoundError, path: Location) -> CheckpointNotFoundError:
-    if directories.is_root(path) or (there := newest_other(path)) is None:
+    if Seen(path).is_root or (there := newest_other(path)) is None:
         return error
     return CheckpointNotFoundError(f"{error}; {there[0]} is {there[1]}: give that path")
 
 
-def other(path: Location) -> Format | None:
-    """The format of a path, if it is not this package's; raises as :func:`recognise` does."""
-    kind = recognise(path)
-    return None if kind is own else kind
+def other(seen: Seen) -> Format | None:
+    """The format of a path, if it is not this package's.
 
-
-def refuse_unknown(path: Location) -> None:
-    """Raise FormatError for a path of a format that is not read, but known; the message names what reads it.
-
-    ``path`` is of no other format that is read.
+    Raises:
+        FormatError: The path is of a format that is not read, but known; the message names what reads it.
+        StorageError: It cannot be read.
     """
-    if (what := what_is(path)) is not None and not own.recognises(path) and not directories.is_root(path):
-        raise FormatError(f"{path} is {what}")
+    kind = recognise(seen)
+    if kind is None and not seen.is_root and (what := what_is(seen)) is not None:
+        raise FormatError(f"{seen.path} is {what}")
+    return None if kind is own else kind
 
 
 @contextlib.contextmanager
@@ -150,18 +147,17 @@ def kept(path: Location, step: int | None = None) -> Iterator[tuple[Format, Loca
         FormatError: The path is of a format that is not read; the message names it.
         StorageError: The path cannot be read.
     """
-    if (found := other(path)) is not None:
+    seen = Seen(path)
+    found = other(seen) or own
+    if found is not own or seen.is_file:
         yield found, path
         return
-    refuse_unknown(path)
-    place = newest.given(path)
+    place = newest.given(path, is_checkpoint=seen.has_manifest)
     with contextlib.ExitStack() as reading:
-        chosen: Location | None = path
-        if not store_of(path).is_file(path):
-            try:
-                chosen = place.tier.keep(lambda: newest.find(place, step), reading)
-            except CheckpointNotFoundError as error:
-                raise _with_other(error, path) from None
+        try:
+            chosen = place.tier.keep(lambda: newest.find(place, step), reading)
+        except CheckpointNotFoundError as error:
+            raise _with_other(error, path) from None
         assert chosen is not None
         yield own, chosen
 
@@ -193,20 +189,20 @@ def of_step(opened: Opened, path: Location, step: int | None) -> Opened:
     return opened
 
 
-def meeting_place(path: Location) -> Location:
-    """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
-    has_checkpoints = store_of(path).is_folder(path) and manifest.look(path) is None and other(path) is None
-    return path if has_checkpoints else path.parent
+def meeting_place(seen: Seen) -> Location:
+    """The directory where ranks meet to restore from a path: beside a checkpoint, never in it."""
+    return seen.path if seen.is_folder and recognise(seen) is None else seen.path.parent
 
 
 def refuse_checkpoint(directory: Location) -> None:
     """Raise ValueError if a directory for checkpoints is itself a checkpoint: restore would find none saved in it."""
-    if manifest.look(directory) is not None:
+    seen = Seen(directory)
+    if seen.has_manifest:
         raise ValueError(
             f"directory: {directory} is itself a checkpoint: give the directory that it lies in, or use "
             "datastates.restore"
         )
-    if (kind := other(directory)) is not None:
+    if (kind := recognise(seen)) is not None and kind is not own:
         raise ValueError(
             f"directory: {directory} is {kind.NAME}: give another directory for new checkpoints, and restore from this "
             f"one by datastates.restore(providers, {str(directory)!r})"
@@ -223,8 +219,6 @@ def warn_of_other(directory: Location) -> None:
         )
 
 
-_HEAD = 1024
-"""Bytes at the beginning of a file that are looked at."""
 _ZIP = b"PK\3\4"
 _KERAS = (b"model.weights.h5", b"metadata.json", b"config.json")
 """Names of files in an archive of Keras; one of them is the first."""
@@ -259,22 +253,20 @@ _FOLDERS = {
 """For a folder: a name in it, and the end of a sentence about the folders that have it."""
 
 
-def what_is(path: Location) -> str | None:
+def what_is(seen: Seen) -> str | None:
     """The end of a sentence that names the format of a file or folder, and what reads it; None if it is not known.
 
-    ``path`` is of no format that this package reads. Raises StorageError if it cannot be read.
+    It is of no format that this package reads. Raises StorageError if it cannot be read.
     """
-    store = store_of(path)
-    if store.is_folder(path):
-        names = set(store.names(path))
-        if "checkpoint" in names and any(name.endswith(".index") for name in names):
-            return "a folder of checkpoints of TensorFlow: tf.train.latest_checkpoint finds the newest"
-        return next((what for name, what in _FOLDERS.items() if name in names), None)
-    return _what_file(path) if store.is_file(path) else None
+    if seen.is_file:
+        return _what_file(seen)
+    if "checkpoint" in seen.names and any(name.endswith(".index") for name in seen.names):
+        return "a folder of checkpoints of TensorFlow: tf.train.latest_checkpoint finds the newest"
+    return next((what for name, what in _FOLDERS.items() if name in seen.names), None)
 
 
-def _what_file(path: Location) -> str | None:
-    head, nbytes = store_of(path).head(path, _HEAD), store_of(path).length(path)
+def _what_file(seen: Seen) -> str | None:
+    path, head = seen.path, seen.beginning
     for text, at, what in _BEGINNINGS:
         if head[at:].startswith(text):
             return what
@@ -285,9 +277,9 @@ def _what_file(path: Location) -> str | None:
         if head.startswith((b"sys_info\0", b"pickle\0", b"tensors\0", b"storages\0")):
             return "a file of torch.save from before torch 0.1.10: torch.load(weights_only=False) reads it"
         return "a tar archive: unpack it first"
-    if ".data-" in path.name or (nbytes >= len(_TABLE) and reader(path)(nbytes - len(_TABLE), len(_TABLE)) == _TABLE):
+    if ".data-" in path.name or seen.ending(len(_TABLE)) == _TABLE:
         return _TENSORFLOW + "'.index' or '.data-…'"
-    if torch_file.is_plain_pickle(path):
+    if torch_file.is_plain_pickle(seen):
         return "a plain pickle, not a file of torch.save: only pickle.load reads it"
     return _SUFFIXES.get(path.suffix)
 

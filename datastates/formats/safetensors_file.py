@@ -18,6 +18,7 @@ from datastates.errors import FormatError, naming
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.record_file import Record
+from datastates.formats.seen import Seen
 from datastates.state.dtypes import BY_NAME, SAFETENSORS
 from datastates.state.shards import Shard
 from datastates.storage import store_of
@@ -32,12 +33,9 @@ _LENGTH = 8
 """Bytes of the number at the beginning of a file, which is the length of the header."""
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a file begins like a header, or its name ends in ``.safetensors``: then it is a damaged file."""
-    if not store_of(path).is_file(path):
-        return False
-    head = store_of(path).head(path, _LENGTH + 1)
-    return (head[4:] == b"\0\0\0\0{") or path.suffix == SUFFIX
+    return seen.is_file and (seen.beginning[4 : _LENGTH + 1] == b"\0\0\0\0{" or seen.path.suffix == SUFFIX)
 
 
 def open(path: Location) -> Foreign:

@@ -8,6 +8,7 @@ from datastates.commit import newest
 from datastates.errors import RestoreError
 from datastates.formats import recognise
 from datastates.formats.format import Format
+from datastates.formats.seen import Seen
 from datastates.reading.tensors import Tensors
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
@@ -15,17 +16,16 @@ from datastates.restoring.requested import Origin
 from datastates.storage.location import Location
 
 
-def origin_of(path: Location) -> Origin:
+def origin_of(seen: Seen) -> Origin:
     """What is restored from a path.
 
     Raises:
         FormatError: The path is of a format that is not read; the message names it.
         StorageError: It cannot be read.
     """
-    if (kind := recognise.other(path)) is not None:
-        return partial(_open, kind, path)
-    recognise.refuse_unknown(path)
-    return newest.given(path)
+    if (kind := recognise.other(seen)) is not None:
+        return partial(_open, kind, seen.path)
+    return newest.given(seen.path, is_checkpoint=seen.has_manifest)
 
 
 def _open(kind: Format, path: Location, meeting: Meeting, request: RestoreRequest) -> Tensors:

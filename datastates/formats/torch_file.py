@@ -18,6 +18,7 @@ from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, check_place
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
+from datastates.formats.seen import Seen
 from datastates.formats.torch_parts import HEAD, find_parts, is_legacy
 from datastates.reading.new_arrays import NewArrays
 from datastates.state import memory
@@ -35,18 +36,19 @@ _PLAIN = re.compile(rb"\x80[\x02-\x05]")
 """The beginning of a pickle that is no part of an archive. Such a pickle ends with a dot."""
 
 
-def recognises(path: Location) -> bool:
+def recognises(seen: Seen) -> bool:
     """Whether a file is an archive that begins with a pickle or a storage, or is in torch's legacy format."""
-    if not store_of(path).is_file(path):
-        return False
-    head = store_of(path).head(path, HEAD)
+    return seen.is_file and is_beginning(seen.beginning[:HEAD])
+
+
+def is_beginning(head: bytes) -> bool:
+    """Whether the first :data:`HEAD` bytes of a file tell that it is of ``torch.save``."""
     return is_legacy(head) or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
 
 
-def is_plain_pickle(path: Location) -> bool:
+def is_plain_pickle(seen: Seen) -> bool:
     """Whether a file that no format recognises begins and ends as a pickle does."""
-    read, nbytes = reader(path), store_of(path).length(path)
-    return _PLAIN.match(read(0, min(nbytes, 2))) is not None and read(nbytes - 1, 1) == b"."
+    return _PLAIN.match(seen.beginning[:2]) is not None and seen.ending(1) == b"."
 
 
 def open(path: Location) -> TorchCheckpoint:

@@ -197,20 +197,8 @@ class Section:
         opcodes = body(dumps(list(self.groups)))
         entry = StoredObject(0, GROUPS, 0, len(opcodes), checksums.crc32(opcodes))
         table = table_of([self.name], [(0, shard) for shard in shards], records)
-        index = replace(source.index, shards=table, objects=(entry,))
-        return _File(source.path, source.nbytes, index, source.index_crc, source.index_offset, opcodes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _File(Container):
-    """A file that is read as a container with other rows, and with the object ``param_groups``."""
-
-    opcodes: bytes
-
-    def read_object(self, stored: StoredObject) -> bytes:
-        """The pickle opcodes of the groups, which were read and verified before."""
-        del stored
-        return self.opcodes
+        index = replace(source.index, shards=table, objects=(entry,), pickle_offset=0)
+        return replace(source, index=index, pickle=opcodes)
 
 
 class _Holders:

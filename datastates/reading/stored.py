@@ -57,6 +57,11 @@ class Head:
         only = opened.containers[0] if opened.world_size == 1 else None
         return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
 
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a single container file."""
+        return self.ranks == 1 and self.container is None
+
     def named(self, rank: int, file: str, nbytes: int, index_crc: int) -> Named:
         """The container of one rank, from its facts in the manifest or the catalog."""
         identity = {"step": self.step, "rank": rank, "world_size": self.ranks, "attempt": self.attempt}

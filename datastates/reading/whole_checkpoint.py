@@ -32,7 +32,6 @@ from datastates.reading.stored import Stored
 from datastates.state import memory
 from datastates.state.new_memory import AS_SAVED, Into
 from datastates.state.shards import ArrayRef, StoredArray, full_key
-from datastates.storage import store_of
 
 
 @gc_pause.paused()
@@ -63,7 +62,7 @@ def load(
     tables = [source.shards for source in sources]
     tensors = _numbered(tables)
     # a part in a single file is read as a tensor of its own
-    apart = store_of(stored.path).is_file(stored.path) and not tables[0].by_key.repeated
+    apart = stored.head.is_file and not tables[0].by_key.repeated
     held = [
         one
         for source, tensor in zip(sources, tensors, strict=True)
@@ -252,7 +251,7 @@ def _refuse_untied(rows: Sequence[_Rows], tables: Sequence[ShardTable], tensors:
 def _read_pickle(source: Container) -> bytes:
     """Read and verify all of ``data.pkl``; raises CorruptError, which names the damaged object if one is damaged."""
     index = source.index
-    data = store_of(source.path).read(source.path, index.pickle_offset, index.pickle_nbytes)
+    data = source.read_pickle(index.pickle_offset, index.pickle_nbytes)
     if checksums.crc32(data) != index.pickle_crc:
         for stored in index.objects:
             source.read_object(stored)

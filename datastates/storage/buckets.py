@@ -63,28 +63,20 @@ class Buckets(Store):
 
     @override
     def look(self, path: Location) -> Entry | None:
-        return self._object(path) or (Entry("folder", 0, 0, None) if self.is_folder(path) else None)
+        return self.file(path) or (Entry("folder", 0, 0, None) if self.is_folder(path) else None)
 
-    def _object(self, path: Location) -> Entry | None:
-        """Describe an object; None if there is none."""
+    @override
+    def file(self, path: Location) -> Entry | None:
         if key := self._key("look", path):
             with _told("look", path), contextlib.suppress(FileNotFoundError):
                 return _entry(_obstore().head(self._client(path), key))
         return None
 
     @override
-    def is_file(self, path: Location) -> bool:
-        return self._object(path) is not None
-
-    @override
     def is_folder(self, path: Location) -> bool:
         key = self._key("look", path)
         with _told("look", path):
             return _again(lambda: any(_obstore().list(self._client(path), key or None, chunk_size=1))) or not key
-
-    @override
-    def length_if_there(self, path: Location) -> int | None:
-        return None if (found := self._object(path)) is None else found.nbytes
 
     @override
     def lengths(self, paths: Sequence[Location]) -> list[int | None]:
@@ -130,6 +122,35 @@ class Buckets(Store):
         if len(data) != nbytes:
             raise StorageError(0, "read", str(path), f"read {path}: it ends before {offset + nbytes}")
         return data
+
+    @override
+    def ending(self, path: Location, most: int, expected: int | None = None) -> tuple[int, bytes]:
+        if expected:
+            begin = max(0, expected - most)
+            try:
+                nbytes, data = self._get(path, {"range": (begin, expected)})
+                if (nbytes, len(data)) == (expected, expected - begin):
+                    return nbytes, data
+            except StorageError as error:  # a server refuses a range that begins after the end
+                if error.errno != 0:
+                    raise
+        return super().ending(path, most)
+
+    @override
+    def read_all(self, path: Location, most: int | None = None) -> bytes:
+        nbytes, data = self._get(path, {}, most)
+        if len(data) != nbytes:
+            raise StorageError(0, "read", str(path), f"read {path}: it ends before {nbytes}")
+        return data
+
+    def _get(self, path: Location, options: dict[str, Any], most: int | None = None) -> tuple[int, bytes]:
+        """The length of an object, and the bytes that the options want; raises StorageError for one too long."""
+        key = self._key("read", path)
+        with _told("read", path):
+            found = _obstore().get(self._client(path), key, options=options)
+            if most is not None and found.meta["size"] > most:
+                raise StorageError(errno.EFBIG, "read", str(path))
+            return found.meta["size"], bytes(found.bytes())
 
     @override
     def create(self, path: Location, data: bytes) -> None:

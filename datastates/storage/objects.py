@@ -99,9 +99,13 @@ class Store(ABC):
         """As :meth:`names`, each with a number that another thing under the same name has, too, only by chance."""
         return dict.fromkeys(self.names(folder), 0)
 
+    def file(self, path: Location) -> Entry | None:
+        """As :meth:`look`, where only an object or a file is looked for: what else is there may be None, too."""
+        return self.look(path)
+
     def is_file(self, path: Location) -> bool:
         """Whether an object or a file is at a location, or a link to one."""
-        return (entry := self.look(path)) is not None and entry.kind == "file"
+        return (entry := self.file(path)) is not None and entry.kind == "file"
 
     def is_folder(self, path: Location) -> bool:
         """Whether a folder is at a location, or a link to one."""
@@ -124,7 +128,7 @@ class Store(ABC):
 
     def length_if_there(self, path: Location) -> int | None:
         """The length of an object in bytes; None if nothing is there."""
-        return None if (entry := self.look(path)) is None else entry.nbytes
+        return None if (entry := self.file(path)) is None else entry.nbytes
 
     def lengths(self, paths: Sequence[Location]) -> list[int | None]:
         """As :meth:`length_if_there`, of many objects at once."""
@@ -153,6 +157,15 @@ class Store(ABC):
     def head(self, path: Location, most: int) -> bytes:
         """Read the beginning of an object: ``most`` bytes, or all of a shorter one."""
         return self.read(path, 0, min(self.length(path), most))
+
+    def ending(self, path: Location, most: int, expected: int | None = None) -> tuple[int, bytes]:
+        """The length of an object, and its last bytes: ``most``, or all of a shorter one.
+
+        ``expected`` is the length that it should have, if that is known. It only saves a request.
+        """
+        del expected
+        begin = max(0, (nbytes := self.length(path)) - most)
+        return nbytes, self.read(path, begin, nbytes - begin)
 
     def read_all(self, path: Location, most: int | None = None) -> bytes:
         """Read a whole object. One of more than ``most`` bytes is an error, with EFBIG."""

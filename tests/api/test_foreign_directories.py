@@ -16,7 +16,9 @@ safetensors = pytest.importorskip("safetensors.torch")
 import datastates as ds  # noqa: E402 - after what may be missing
 from datastates.errors import CheckpointNotFoundError, FormatError  # noqa: E402
 from datastates.formats import recognise  # noqa: E402
+from datastates.formats.seen import Seen  # noqa: E402
 from datastates.providers import from_state_dict  # noqa: E402
+from datastates.storage import Location  # noqa: E402
 
 STATE = {"w": torch.arange(8.0)}
 
@@ -72,7 +74,7 @@ def test_a_checkpoint_of_another_format_is_no_directory_of_checkpoints(
     save: Callable[[Path], None], tmp_path: Path
 ) -> None:
     save(tmp_path / "c")
-    kind = recognise.recognise(tmp_path / "c")
+    kind = recognise.recognise(Seen(Location(tmp_path / "c")))
     assert kind is not None
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"restore from this one by datastates\.restore\(providers, '") as refused:

@@ -60,7 +60,7 @@ def test_a_step_that_is_saved_again_gets_a_revision(tier: Tier) -> None:
 def test_nothing_is_found_before_the_first_commit(tier: Tier) -> None:
     pending(tier, 1)
     with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
-        newest.find(newest.given(tier.root))
+        newest.find(newest.given(tier.root, is_checkpoint=False))
 
 
 def pending(tier: Tier, step: int, data: bytes = b"state") -> Uncommitted:
@@ -113,7 +113,7 @@ def test_a_lock_file_that_is_gone_after_the_rename_fails_no_commit(tier: Tier, m
 
     begun = pending(tier, 1)
     monkeypatch.setattr(kind, "rename", lose)
-    assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root))
+    assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root, is_checkpoint=False))
 
 
 @pytest.mark.parametrize("owners", [["a", "a"], ["a", "b"]], ids=["one process", "two processes"])
@@ -132,7 +132,7 @@ def test_a_newer_opening_of_another_process_fences(
     second.begin_to_save()
     if owners[0] == owners[1]:
         first.refuse_if_fenced()
-        assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root))
+        assert begun.commit(made(tier, 1)) == newest.find(newest.given(tier.root, is_checkpoint=False))
         return
     with pytest.raises(FencedError, match="a newer run saves in"):
         first.refuse_if_fenced()

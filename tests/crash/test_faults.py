@@ -86,8 +86,8 @@ def disarm() -> None:
 
 def assert_holds(root: Path, step: int) -> None:
     """Check that the newest checkpoint is that of ``step``, whole and right."""
-    assert newest.find(newest.given(root)) == newest.committed(tier_of(root))[step]
-    _, containers = open_checkpoint(newest.find(newest.given(root)))
+    assert newest.find(newest.given(root, is_checkpoint=False)) == newest.committed(tier_of(root))[step]
+    _, containers = open_checkpoint(newest.find(newest.given(root, is_checkpoint=False)))
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
     loaded = ds.load(root)["model"]
     assert all(np.array_equal(loaded[key], array) for key, array in state_of(step).items())

@@ -130,7 +130,7 @@ def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
     for nth in (1, 2):
         manifest.facts_of.cache_clear()
         faults.arm(faults.Fault("store.read", "fail", errno.EIO, nth))
-        assert newest.find(newest.given(tmp_path), 80) == newer
+        assert newest.find(newest.given(tmp_path, is_checkpoint=False), 80) == newer
 
 
 def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(

@@ -27,6 +27,7 @@ from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngP
 from datastates.state.arrays import array_shard, shards_of
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
+from datastates.storage import Location
 from datastates.testing import equal
 
 LARGE = {"w": (2048, 1024), "b": (33,)}
@@ -76,9 +77,9 @@ def test_an_array_is_read_without_opening_the_containers_of_others(
     save(threads, path, "ranges", 8)  # the last ranks hold "b" and what follows
     opened: list[str] = []
 
-    def opening(path: Path) -> Any:
+    def opening(path: Location, expected: int) -> Any:
         opened.append(path.name)
-        return read_index(path)
+        return read_index(path, expected)
 
     monkeypatch.setattr("datastates.container.file.read_index", opening)
     with ds.open(path, **SMALL) as checkpoint:
@@ -92,9 +93,9 @@ def test_containers_are_opened_several_at_a_time(threads: Any, tmp_path: Path, m
     save(threads, tmp_path / "c", "ranges", 4)
     together = threading.Barrier(4, timeout=60)
 
-    def opening(path: Path) -> Any:
+    def opening(path: Location, expected: int) -> Any:
         together.wait()  # raises unless four containers are being opened
-        return read_index(path)
+        return read_index(path, expected)
 
     monkeypatch.setattr("datastates.container.file.read_index", opening)
     with ds.open(tmp_path / "c", **SMALL) as checkpoint:

@@ -18,6 +18,8 @@ import datastates as ds
 from datastates.cli import commands, output
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError
 from datastates.formats import recognise
+from datastates.formats.seen import Seen
+from datastates.storage import Location
 
 SMALL: dict[str, Any] = {"host_cache": "8MiB", "block": "1MiB"}
 
@@ -73,7 +75,7 @@ def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 
 class TestFormat:
     def test_it_is_recognised_by_what_it_holds(self, case: Case, made: Path) -> None:
-        found = recognise.recognise(made)
+        found = recognise.recognise(Seen(Location(made)))
         assert found is not None
         assert case.name == found.NAME
 

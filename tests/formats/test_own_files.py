@@ -14,6 +14,7 @@ from datastates.files.torch_files import TorchFiles
 from datastates.formats import hugging_face, own
 from datastates.formats.composite import TRAINER
 from datastates.formats.recognise import recognise
+from datastates.formats.seen import Seen
 from datastates.storage import Location
 
 
@@ -30,9 +31,9 @@ def test_the_index_of_a_single_file_is_read_once(tmp_path: Path, monkeypatch: py
     read: list[Location] = []
     read_index = file.read_index
 
-    def note(path: Location) -> file.EncodedIndex:
+    def note(path: Location, expected: int | None = None) -> file.EncodedIndex:
         read.append(path)
-        return read_index(path)
+        return read_index(path, expected)
 
     monkeypatch.setattr(file, "read_index", note)
     opened = own.open(Location.of(tmp_path / "optimizer.pt"))
@@ -45,10 +46,10 @@ def test_a_folder_of_weights_and_a_trainers(tmp_path: Path) -> None:
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
     write(tmp_path, pytorch_model=model.state_dict(), optimizer=optimizer.state_dict())
-    assert recognise(tmp_path) is hugging_face
+    assert recognise(Seen(Location(tmp_path))) is hugging_face
     assert torch.equal(ds.load(tmp_path)["weight"], model.weight)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
-    assert recognise(tmp_path) is TRAINER
+    assert recognise(Seen(Location(tmp_path))) is TRAINER
     with ds.open(tmp_path) as opened:
         assert opened.step == 2
         assert torch.equal(opened["weight"], model.weight)

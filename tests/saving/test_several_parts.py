@@ -104,6 +104,6 @@ def test_files_whose_parts_overlap_are_not_loaded(tmp_path: Path, monkeypatch: p
     part = Boxes([(slice(0, 2048), slice(None))]).shards()[0]
     ds.snapshot([Given([part])], tmp_path / "c").wait_committed()
     one = open_container(tmp_path / "c" / container_name(0))
-    monkeypatch.setattr("datastates.formats.own.open_checkpoint", lambda path: (None, [one, replace(one)]))
+    monkeypatch.setattr("datastates.formats.own.open_named", lambda named: [one, replace(one)])
     with pytest.raises(FormatError, match="'s/w' has parts that overlap"):
         ds.load(tmp_path / "c")
