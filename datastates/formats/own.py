@@ -12,6 +12,7 @@ import numpy as np
 
 from datastates._base.cached import cached_property
 from datastates._base.columns import U32
+from datastates._base.tasks import each
 from datastates.commit import health, manifest
 from datastates.commit.catalog import encode_catalog
 from datastates.commit.claims import claims_of, describe_conflicts, whole_claims
@@ -31,7 +32,8 @@ from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 from datastates.storage import store_of
 from datastates.storage.location import Location
-from datastates.storage.stores import reader
+from datastates.storage.objects import AT_ONCE
+from datastates.storage.sweep import swept
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -108,10 +110,13 @@ class OwnCheckpoint:
             return
         head: Head = self.tensors.head
         containers: list[Container] = []
+        every = named_in(self._path, self._manifest)
 
-        def container(named: Named) -> Iterator[Problem]:
-            containers.extend(open_named([named]))
-            yield from verify_container(containers[-1], progress)
+        def container(opened: Container | DatastatesError) -> Iterator[Problem]:
+            if isinstance(opened, DatastatesError):
+                raise opened
+            containers.append(opened)
+            yield from verify_container(opened, progress)
 
         def catalog() -> Iterator[Problem]:
             if len(containers) == head.ranks:
@@ -119,10 +124,19 @@ class OwnCheckpoint:
             else:  # it can only be opened
                 _ = self.tensors.catalog
 
-        for named in named_in(self._path, self._manifest):
-            yield from _naming(named.path, "the container", container(named))
+        for named, opened in zip(every, each(_try_to_open, every, AT_ONCE), strict=True):
+            yield from _naming(named.path, "the container", container(opened))
+        if len(containers) == head.ranks:
+            vars(self)["files"] = containers
         if head.catalog is not None:
             yield from _naming(self._path / head.catalog.file, "the catalog", catalog())
+
+
+def _try_to_open(named: Named) -> Container | DatastatesError:
+    try:
+        return open_named([named])[0]
+    except DatastatesError as error:
+        return error
 
 
 def _naming(path: Location, what: str, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -152,25 +166,29 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
 
     ``progress`` is called with the number of bytes after each read.
     """
-    read = reader(source.path)
     index = source.index
-    chunks = source.chunks(0, len(index.records))
+    chunks, frames = source.chunks(0, len(index.records)), archive.frame_ranges(index)
     wrong: set[int] = set()
-    columns = zip(
-        chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
-    )
+    damaged: list[int] = []
+    records, crcs = chunks.record.tolist(), chunks.crc.tolist()
+    places = zip(chunks.offset.tolist(), chunks.length.tolist(), range(len(crcs)), strict=True)
+    parts = sorted([*places, *((offset, len(frame), ~i) for i, (offset, frame) in enumerate(frames))])
     total = np.zeros(len(index.records.crc), np.uint32)
     # the records end to end, as one source
     begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
     plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
     digester = digests.digester(plan.runs)
-    for record, offset, length, crc in columns:
-        data = read(offset, length)
-        found = checksums.crc32(data)
+    read = swept(source.path, [(offset, length) for offset, length, _ in parts])
+    for (offset, length, number), data in zip(parts, read, strict=True):
+        progress(length)
+        if number < 0:
+            if data != frames[~number][1]:
+                damaged.append(offset)
+            continue
+        found, record = checksums.crc32(data), records[number]
         digester.update(data)
         total[record] = checksums.crc32_combine(int(total[record]), found, length)
-        progress(length)
-        if found != crc and record not in wrong:
+        if found != crcs[number] and record not in wrong:
             wrong.add(record)
             yield Problem(source.path, source.name_record(record), "does not match its checksum")
     for record in np.flatnonzero(total != index.records.crc).tolist():
@@ -180,10 +198,8 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
     yield from _wrong_digests(source, plan, plan.contributions(total, digester.finish(), index.shards), wrong)
     for key in _overlapping(index.shards):
         yield Problem(source.path, key, "has parts that overlap")
-    for offset, frame in archive.frame_ranges(index):
-        if read(offset, len(frame)) != frame:
-            yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
-        progress(len(frame))
+    for offset in damaged:
+        yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
     yield from _verify_tail(source, progress)
 
 
