@@ -8,6 +8,7 @@ import time
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from datastates._base.tasks import each
 from datastates.cli.arguments import as_location, as_seconds
 from datastates.cli.output import as_size, complain, flush, print_json, print_table, printable, say
 from datastates.commit import directories, health, manifest, newest
@@ -19,6 +20,8 @@ from datastates.formats.seen import Seen
 from datastates.storage.location import Location
 
 WHAT = "list the checkpoints in a directory, and what interrupted runs left there"
+_AT_ONCE = 8
+"""Checkpoints that are described at once."""
 _SECONDS = 2.0
 """Seconds from one look to the next, with ``--watch``."""
 
@@ -88,13 +91,14 @@ def _look(path: Location) -> _Listing:
     every = tier.checkpoints()
     known = {one.path.name for one in every}
     by_age = newest.oldest_first(every)
-    for age, (step, one) in enumerate(by_age.items()):
+    described = each(_describe, [*by_age.values()], _AT_ONCE)
+    for age, (step, one) in enumerate(zip(by_age, described, strict=True)):
         later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
-        found.append({**_describe(one), "step": step, "superseded_by": later})
+        found.append({**one, "step": step, "superseded_by": later})
     left = [one.name for one in tier.debris()]
-    foreign = [one.name for one in directories.without_manifest(path, known)]
+    foreign = [one.name for one in directories.without_manifest(path, {*seen.names} - known)]
     others = {}
-    for name, other in recognise.others(path, {*known, *left, *foreign}).items():
+    for name, other in recognise.others(path, {*seen.names} - {*known, *left, *foreign}).items():
         with contextlib.suppress(StorageError):  # it was deleted meanwhile
             others[name] = recognise.describe(path / name, other)
     in_order = sorted(others.items(), key=lambda item: (item[1].step is None, item[1].step or 0, item[0]))

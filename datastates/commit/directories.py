@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from datastates.commit import manifest
 from datastates.commit.names import STEP, final_of
@@ -16,19 +16,14 @@ def is_root(path: Location, names: Iterable[str]) -> bool:
     return any(manifest.look(path / name) is not None for name in filter(STEP.match, names))
 
 
-def without_manifest(root: Location, known: Collection[str] = ()) -> list[Location]:
-    """Entries of ``root`` with the name of a checkpoint but no manifest: directories, and links to anything.
-
-    Those of the ``known`` names, which have one, are not looked at.
-    """
+def without_manifest(root: Location, names: Iterable[str]) -> list[Location]:
+    """Those of the names in ``root`` with the form of a checkpoint's, but no manifest: directories, and any links."""
     store = store_of(root)
 
     def has_none(entry: Location) -> bool:
         return manifest.look(entry) is None if store.is_folder(entry) else store.is_link(entry)
 
-    return [
-        e for name in sorted(store.names(root)) if STEP.match(name) and name not in known and has_none(e := root / name)
-    ]
+    return [e for name in sorted(filter(STEP.match, names)) if has_none(e := root / name)]
 
 
 def steps(root: Location) -> list[Location]:

@@ -83,7 +83,7 @@ def _what_is_there(path: Location) -> str:
     if every := list(committed(tier_of(path))):
         some = ", ".join(map(str, every[-_NAMED:]))
         return f", only of {'..., ' if len(every) > _NAMED else ''}{some}"
-    if without := without_manifest(path):
+    if without := without_manifest(path, store_of(path).names(path)):
         return f"; {without[-1].name} has no {manifest.FILE}"
     return ""
 

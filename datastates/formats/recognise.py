@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -83,24 +83,24 @@ def _entries(path: Location) -> list[Entry]:
     return [*store_of(path).entries(path, deep=True).values()]
 
 
-def others(root: Location, known: Collection[str]) -> dict[str, Format]:
-    """Names of the checkpoints of any format in a directory, each with its format, except the ``known`` names.
+def others(root: Location, names: Iterable[str]) -> dict[str, Format]:
+    """Those of the names in a directory that are checkpoints of any format, each with its format.
 
     An entry that cannot be read is left out.
     """
     found = {}
-    for name in sorted(store_of(root).names(root)):
-        if name not in known:
-            with contextlib.suppress(StorageError):
-                if (kind := recognise(Seen(root / name))) is not None:
-                    found[name] = kind
+    for name in sorted(names):
+        with contextlib.suppress(StorageError):
+            if (kind := recognise(Seen(root / name))) is not None:
+                found[name] = kind
     return found
 
 
 def newest_other(root: Location) -> tuple[Location, str] | None:
     """Path and format's name of the newest checkpoint in ``root`` that is not named ``step-N``; None without one."""
     with contextlib.suppress(OSError):  # it only helps to find one
-        found = others(root, {one.name for one in directories.steps(root)})
+        known = {one.name for one in directories.steps(root)}
+        found = others(root, {*store_of(root).names(root)} - known)
         looks = {name: store_of(root).look(root / name) for name in found}
         if ages := [(look.changed, name) for name, look in looks.items() if look is not None]:
             name = max(ages)[1]
