@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import errno
-import importlib
 import os
 import pickle
 import traceback
@@ -122,22 +120,6 @@ def test_little_more_is_read_than_is_wanted(
         monkeypatch.setattr(Buckets, "_range", counted)
         checkpoint["model/w"]
     assert state["w"].nbytes <= sum(read) <= 1.05 * state["w"].nbytes
-
-
-def test_few_requests_look_for_what_is_loaded(local: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    obstore, count = importlib.import_module("obstore"), collections.Counter[str]()
-
-    def counted(name: str, call: Any) -> Any:
-        def counting(*given: Any, **named: Any) -> Any:
-            count[name] += 1
-            return call(*given, **named)
-
-        return counting
-
-    for name in ("head", "list", "list_with_delimiter"):
-        monkeypatch.setattr(obstore, name, counted(name, getattr(obstore, name)))
-    ds.load(run)
-    assert 0 < count.total() <= 19, count
 
 
 def test_damage_is_found(local: Path, run: str, buckets: Buckets) -> None:
