@@ -14,7 +14,10 @@ import torch
 import datastates
 from measure import cores
 
-PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "torch-checkpointing", "jax", "orbax-checkpoint")
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchsnapshot", "torch-checkpointing", "jax", "orbax-checkpoint"),
+    *("obstore", "s3fs", "s3torchconnector", "localbucket"),
+)
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -42,6 +42,12 @@ def _meshes(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     return meshes.run(directory, plan, tiny=tiny)
 
 
+def _buckets(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    import buckets  # needs obstore and a server
+
+    return buckets.run(directory, plan, tiny=tiny)
+
+
 SUITES: dict[str, dict[str, Benchmark]] = {
     "cpu": {
         "write": write.run,
@@ -54,6 +60,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "index": index.run,
         "files": files.run,
         "export": export.run,
+        "buckets": _buckets,
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),

@@ -148,6 +148,15 @@ def test_the_cpu_suite_and_its_page(rows: dict[str, set[str]], scratch: Path, tm
         assert f"<br>DCP {float(f'{rate:.3g}'):g}<br>" in page
 
 
+@pytest.mark.by_hand
+def test_the_benchmark_of_buckets(scratch: Path, tmp_path: Path) -> None:
+    pytest.importorskip("localbucket")
+    report = run_suite("cpu", scratch, tmp_path / "docs", only=["buckets"])
+    samples = report["benchmarks"]["buckets"]["samples"]
+    assert {"raw", "datastates from a bucket"} <= set(samples)
+    assert all(one["get"] > 0 for system in samples.values() for one in system)
+
+
 MACHINE = {
     **dict.fromkeys(("cpu", "kernel", "storage", "python", "datastates"), "some"),
     "cores": 2,
