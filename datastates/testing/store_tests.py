@@ -66,10 +66,22 @@ class StoreTests:
                 self.store.read(self.root / "a", offset, nbytes)
         self._fails(errno.EFBIG, self.root / "a", lambda: self.store.read_all(self.root / "a", 3))
 
+    def test_the_end_of_an_object(self) -> None:
+        """``ending`` gives the length and the last bytes, whatever length was expected."""
+        path = self.root / "a"
+        self.store.create(path, b"0123456789")
+        assert self.store.ending(path, 40) == (10, b"0123456789")
+        none = self.root / "none"
+        self._fails(errno.ENOENT, none, lambda: self.store.ending(none, 4))
+        self._fails(errno.ENOENT, none, lambda: self.store.ending(none, 4, 10))
+        for expected in (None, 10, 7, 3, 12, 40):
+            assert self.store.ending(path, 4, expected) == (10, b"6789")
+
     def test_what_is_absent(self) -> None:
         """Looking finds nothing, reading fails with ENOENT, and discarding is no error."""
         none = self.root / "none"
         assert self.store.look(none) is None
+        assert self.store.file(none) is None
         assert self.store.length_if_there(none) is None
         assert not any(found(none) for found in (self.store.exists, self.store.is_file, self.store.is_folder))
         assert self.store.entries(none) == self.store.entries(none, deep=True) == {}
@@ -94,7 +106,7 @@ class StoreTests:
         assert sorted(self.store.names(self.root)) == ["a", "b", "bb"]
         assert self.store.is_folder(self.root / "b")
         assert not self.store.is_file(self.root / "b")
-        assert deep["b/c"] == self.store.look(self.root / "b" / "c")
+        assert deep["b/c"] == self.store.look(self.root / "b" / "c") == self.store.file(self.root / "b" / "c")
 
     def test_lengths_of_many(self) -> None:
         """``lengths`` gives None for what is absent."""
