@@ -28,6 +28,7 @@ struct Held {
     Bytes bytes;
     std::size_t best_piece = SIZE_MAX;
     std::function<void(Held&, std::uint64_t offset)> before;
+    std::function<void(std::span<std::byte> memory, std::uint64_t offset)> after{};
     std::mutex mutex;
     std::condition_variable changed;
     std::size_t asked = 0;
@@ -66,6 +67,7 @@ class TestFile final : public HandedFile {
         std::copy_n(held_.bytes.begin() + static_cast<std::ptrdiff_t>(offset), memory.size(),
                     memory.begin());
         const std::scoped_lock lock(held_.mutex);
+        if (held_.after) held_.after(memory, offset);
         ++held_.answered;
         held_.changed.notify_all();
     }
@@ -129,6 +131,30 @@ TEST(bytes_come_in_pieces_straight_into_their_destination) {
             CHECK_EQ(stats.cached_bytes, 0U);
             CHECK(!stats.direct);
             CHECK_EQ(job->backend_name(), "handed");
+        }
+    }
+}
+
+/// They are asked for once more, and the second answer counts.
+TEST(bytes_that_changed_on_their_way) {
+    for (const std::size_t piece : {std::size_t{1000}, std::size_t{8} << 20}) {
+        for (const int times : {1, 2}) {
+            Case a(300000);
+            a.held.best_piece = piece;
+            int left = times;
+            a.held.after = [&](std::span<std::byte> memory, std::uint64_t offset) {
+                const std::uint64_t wrong = 150'000;
+                if (offset > wrong || wrong >= offset + memory.size() || left-- <= 0) return;
+                memory[wrong - offset] ^= std::byte{1};
+            };
+            const auto job = a.submit();
+            if (times == 1) {
+                CHECK(job->wait());
+                CHECK(a.matches());
+            } else {
+                CHECK(failure_of(*job).code() == ErrorCode::corrupt);
+            }
+            CHECK(left <= 0);
         }
     }
 }
