@@ -89,7 +89,7 @@ def _look(path: Location) -> _Listing:
         raise CheckpointNotFoundError(f"{path} is {recognise.what_is(seen) or 'neither a directory nor a checkpoint'}")
     tier, found = tier_of(path), []
     every = tier.checkpoints()
-    known = {one.path.name for one in every}
+    known = {one.path.name for one in every} | tier.hidden()
     by_age = newest.oldest_first(every)
     described = each(_describe, [*by_age.values()], _AT_ONCE)
     for age, (step, one) in enumerate(zip(by_age, described, strict=True)):

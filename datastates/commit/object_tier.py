@@ -109,6 +109,12 @@ class ObjectTier(Tier):
             self._known[name] = found
         return found
 
+    @override
+    def hidden(self) -> set[str]:
+        with self.listed_once():
+            listed = {one.path.name for one in self.checkpoints(known=True)}
+            return {name for name in self.names() if _attempt(name)} - listed
+
     def begun(self, one: ObjectPending) -> None:
         """A checkpoint is under way: lists need not look at it."""
         self._pending.add(one)

@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from datastates._base import log
+from datastates._base.tasks import each
 from datastates.commit import health
 from datastates.commit.newest import in_order
 from datastates.commit.tier import Tier
 from datastates.config import Keep
 from datastates.errors import FencedError
 from datastates.storage.location import Location
+
+_AT_ONCE = 8
+"""Checkpoints that are looked at at once, in a store of objects."""
 
 
 def outdated(tier: Tier, keep: Keep) -> list[Location]:
@@ -29,6 +33,7 @@ def outdated(tier: Tier, keep: Keep) -> list[Location]:
     rest = [(step, path) for step, path in every if path not in again]
     if keep.last is None or len(rest) <= keep.last:
         return again
+    _see(tier, [path for _, path in rest[: keep.last]])
     kept, old = 0, []
     for step, path in rest:
         if kept == keep.last:
@@ -57,12 +62,15 @@ def _superseded(tier: Tier, every: list[tuple[int, Location]]) -> list[Location]
 
 
 def _is_whole(tier: Tier, path: Location) -> bool:
-    if tier.whole is not None and path in tier.whole:
-        return True
-    is_whole = health.problem(path) is None
-    if is_whole and tier.whole is not None:
-        tier.whole.add(path)
-    return is_whole
+    return (tier.whole is not None and path in tier.whole) or health.problem(path) is None
+
+
+def _see(tier: Tier, paths: list[Location]) -> None:
+    """Look at checkpoints that this process has not seen whole yet, several at once, where they stay as they are."""
+    if tier.whole is not None:
+        new = [path for path in paths if path not in tier.whole]
+        problems = each(health.problem, new, _AT_ONCE)
+        tier.whole.update(path for path, what in zip(new, problems, strict=True) if what is None)
 
 
 def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:

@@ -132,6 +132,10 @@ class Tier(ABC):
         """Within the block, the calls of this thread may share one list of the place."""
         return contextlib.nullcontext()
 
+    def hidden(self) -> set[str]:
+        """Names in the place that look like checkpoints and are none: of attempts under way, and of deletions."""
+        return set()
+
     def is_link(self, path: Location) -> bool:
         """Whether a checkpoint is a link to one that lies elsewhere."""
         del path

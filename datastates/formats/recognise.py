@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from datastates._base import log
 from datastates.commit import directories, health, newest
+from datastates.commit.names import BESIDE, SAVING
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import dcp, deepspeed, hugging_face, own, safetensors_file, torch_file
@@ -90,6 +91,8 @@ def others(root: Location, names: Iterable[str]) -> dict[str, Format]:
     """
     found = {}
     for name in sorted(names):
+        if BESIDE.match(name) or SAVING.match(name):
+            continue
         with contextlib.suppress(StorageError):
             if (kind := recognise(Seen(root / name))) is not None:
                 found[name] = kind
