@@ -92,8 +92,6 @@ class ObjectPending(Uncommitted):
         if self._is_given:  # an opening has tried it when it began to save
             object_trial.refuse_overwriting(self.directory.parent)
         ready()
-        if not self._is_in_time():
-            raise CommitError(f"{self.directory} is not committed: it was begun more than 12 hours ago")
         data = manifest.encode(made)
         files, self._files = self._files, []  # nothing is removed before its key was read
         try:
@@ -111,23 +109,25 @@ class ObjectPending(Uncommitted):
         raise CommitError(f"{self.directory} is not committed, and never will be: {why}")
 
     def _decided(self, data: bytes) -> tuple[bytes, str]:
-        """The bytes that decide, and why they are not ``data``."""
+        """The bytes that decide, and why they are not ``data``. Without an answer, nobody is to commit it any more."""
         key, patience = self.directory / manifest.FILE, self._place.patience
-        try:
-            found = decide(key, data, patience.commit, patience, self._is_in_time)
-        except UncertainError as error:
+        why, found = f"it was begun more than {patience.attempt / 3600:.3g} hours ago", None
+        if self._is_in_time():
+            try:
+                found = decide(key, data, patience.commit, patience, self._is_in_time)
+            except UncertainError as error:
+                why = f"the store did not tell whether its manifest was made ({error})"
+        if found is None:
             try:
                 found = decide(key, FENCE, patience.fence, patience)
-            except StorageError:
-                raise UncertainError(
-                    0,
-                    "commit",
-                    str(self.directory),
-                    f"{self.directory} may be committed, now or later, or not: the store did not tell ({error}). What "
-                    "is listed is whole. If it does not appear, a later run removes its files",
-                ) from error
+            except StorageError as error:
+                text = (
+                    f"{self.directory} may be committed, now or later, or not: {why}. What is listed is whole. If it "
+                )
+                text += "does not appear, a later run removes its files"
+                raise UncertainError(0, "commit", str(self.directory), text) from error
             if found == FENCE:
-                return found, f"given up, as the store did not tell whether it was made ({error})"
+                return found, why
         if manifest.is_fence(found):
             return found, "a clean-up or another process gave it up first"
         return found, f"{key} is another attempt's"

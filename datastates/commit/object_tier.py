@@ -228,12 +228,12 @@ class ObjectTier(Tier):
     @override
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
         del targets
-        return [path for path, _ in self._left(time.time_ns)]  # nothing rides on this machine's clock here
+        return [path for path, _ in self._left(time.time_ns())]  # nothing rides on this machine's clock here
 
     @override
     def sweep(self, targets: re.Pattern[str] = STEP) -> None:
         del targets
-        for path, remove in self._left(functools.cache(self._now)):
+        for path, remove in self._left(self._now()):
             log.warning("removing the debris of an interrupted run: %s", path)
             try:
                 remove()
@@ -242,8 +242,11 @@ class ObjectTier(Tier):
                     raise
                 log.warning("it is another user's, and is left: %s", error)
 
-    def _left(self, now: _Now) -> Iterator[tuple[Location, Callable[[], None]]]:
-        """What nobody needs any more, each with the call that removes it."""
+    def _left(self, now: int) -> Iterator[tuple[Location, Callable[[], None]]]:
+        """What nobody needs any more, each with the call that removes it.
+
+        ``now`` is a time before this call: what is absent then, and is hidden by an old mark, does not come any more.
+        """
         store = store_of(self.root)
         with self.listed_once():
             committed = {one.path for one in self.checkpoints(known=True)}
@@ -252,33 +255,33 @@ class ObjectTier(Tier):
             path, beside = self.root / name, BESIDE.match(name)
             if beside is not None:
                 if beside[2] == "ended":
-                    is_left = beside[1] not in names and now() - names[name].changed > KEPT
+                    is_left = beside[1] not in names and now - names[name].changed > KEPT
                 else:
-                    is_left = now() - names[name].changed > HOLD
+                    is_left = now - names[name].changed > HOLD
                 if is_left:
                     yield path, partial(store.discard, [path])
             elif _attempt(name) and names[name].kind == "folder":
                 if _mark(name) in names:  # the list was made after the mark
-                    if not self._is_held(name, names, now):
+                    if not self._is_held(name, names, lambda: now):
                         yield path, partial(self._clear, path)
                 elif path not in committed and (remove := self._dead(path, now)) is not None:
                     yield path, remove
 
-    def _dead(self, path: Location, now: _Now) -> Callable[[], None] | None:
+    def _dead(self, path: Location, now: int) -> Callable[[], None] | None:
         """The call that removes what an attempt has left; None if it may be alive, or needs nothing."""
         store, key = store_of(path), path / manifest.FILE
         found = store.entries(path, deep=True)
         decided = found.pop(manifest.FILE, None)
         files = [path / name for name in sorted(found)]
         if decided is None:
-            if not found or now() - max(entry.changed for entry in found.values()) <= SWEEP:
+            if not found or now - max(entry.changed for entry in found.values()) <= SWEEP:
                 return None
             return partial(self._fence, key, files)
         if manifest.look(path) is not None:
             return None
         if files:
             return partial(store.discard, files)
-        return partial(store.discard, [key]) if now() - decided.changed > KEPT else None
+        return partial(store.discard, [key]) if now - decided.changed > KEPT else None
 
     def _fence(self, key: Location, files: list[Location]) -> None:
         """Let nobody commit an attempt any more, then remove its files. If it is committed now, leave it."""

@@ -191,7 +191,7 @@ def test_debris_is_fenced_then_removed(tier: ObjectTier, store: Answers) -> None
 def test_a_sweep_leaves_what_is_committed_meanwhile(tier: ObjectTier, store: Answers) -> None:
     slow = write(tier)
     store.age(DAY + 1)
-    ((_, remove),) = [*tier._left(tier._now)]
+    ((_, remove),) = [*tier._left(tier._now())]
     path = slow.commit(made(tier, slow))
     remove()
     assert newest.find(newest.given(ROOT)) == path
