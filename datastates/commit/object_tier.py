@@ -213,10 +213,29 @@ class ObjectTier(Tier):
         if not _attempt(name) or self._is_held(name, names, self._now):
             return False
         decide(_marked(path), b"ended\n", self.patience.fence, self.patience)
-        if self._is_held(name, self.names(anew=True), self._now):
-            return False  # a later sweep deletes it
-        self._clear(path)
-        return True
+        names = self.names(anew=True)
+        newest = max((entry.changed for entry in names.values()), default=0)  # a time before that list, at no request
+        ended, outlived = self._deletions(names, newest)
+        for one in ended:
+            self._clear(one)
+        store_of(path).discard(outlived)
+        return not self._is_held(name, names, lambda: newest)  # else a later call deletes it
+
+    def _deletions(self, names: Mapping[str, Entry], now: int) -> tuple[list[Location], list[Location]]:
+        """Of the deletions in a list of the place: what nobody holds any more, and the marks and holds that must go.
+
+        ``now`` is a time before the list: what is absent there behind an old mark does not come any more.
+        """
+        ended, outlived = [], []
+        for name in sorted(names):
+            match, age = BESIDE.match(name), now - names[name].changed
+            if match is not None and match[2] != "ended":
+                outlived += [self.root / name] if age > HOLD else []
+            elif match is not None and match[1] not in names:
+                outlived += [self.root / name] if age > KEPT else []
+            elif match is not None and not self._is_held(match[1], names, lambda: now):
+                ended.append(self.root / match[1])
+        return ended, outlived
 
     def _clear(self, path: Location) -> None:
         """Remove all objects of a checkpoint that is marked, or of an attempt that is fenced; the manifest last."""
@@ -228,12 +247,14 @@ class ObjectTier(Tier):
     @override
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
         del targets
-        return [path for path, _ in self._left(time.time_ns())]  # nothing rides on this machine's clock here
+        left, outlived = self._left(time.time_ns())  # nothing rides on this machine's clock here
+        return sorted([*left, *outlived])
 
     @override
     def sweep(self, targets: re.Pattern[str] = STEP) -> None:
         del targets
-        for path, remove in self._left(self._now()):
+        left, outlived = self._left(self._now())
+        for path, remove in left.items():
             log.warning("removing the debris of an interrupted run: %s", path)
             try:
                 remove()
@@ -241,31 +262,24 @@ class ObjectTier(Tier):
                 if error.errno not in DENIED:
                     raise
                 log.warning("it is another user's, and is left: %s", error)
+        store_of(self.root).discard(outlived)
 
-    def _left(self, now: int) -> Iterator[tuple[Location, Callable[[], None]]]:
-        """What nobody needs any more, each with the call that removes it.
+    def _left(self, now: int) -> tuple[dict[Location, Callable[[], None]], list[Location]]:
+        """What nobody needs any more, each with the call that removes it; and the marks and holds that must go.
 
-        ``now`` is a time before this call: what is absent then, and is hidden by an old mark, does not come any more.
+        ``now`` is a time before this call.
         """
-        store = store_of(self.root)
         with self.listed_once():
             committed = {one.path for one in self.checkpoints(known=True)}
             names = self.names()
+        ended, outlived = self._deletions(names, now)
+        left: dict[Location, Callable[[], None]] = {path: partial(self._clear, path) for path in ended}
         for name in sorted(names):
-            path, beside = self.root / name, BESIDE.match(name)
-            if beside is not None:
-                if beside[2] == "ended":
-                    is_left = beside[1] not in names and now - names[name].changed > KEPT
-                else:
-                    is_left = now - names[name].changed > HOLD
-                if is_left:
-                    yield path, partial(store.discard, [path])
-            elif _attempt(name) and names[name].kind == "folder":
-                if _mark(name) in names:  # the list was made after the mark
-                    if not self._is_held(name, names, lambda: now):
-                        yield path, partial(self._clear, path)
-                elif path not in committed and (remove := self._dead(path, now)) is not None:
-                    yield path, remove
+            path = self.root / name
+            if _attempt(name) and names[name].kind == "folder" and _mark(name) not in names and path not in committed:
+                remove = self._dead(path, now)
+                left |= {} if remove is None else {path: remove}
+        return left, outlived
 
     def _dead(self, path: Location, now: int) -> Callable[[], None] | None:
         """The call that removes what an attempt has left; None if it may be alive, or needs nothing."""

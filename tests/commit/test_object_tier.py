@@ -152,6 +152,19 @@ def test_a_mark_goes_after_a_week_with_what_came_late(tier: ObjectTier, store: A
     assert there(store) == []
 
 
+def test_a_long_run_finishes_its_deletions(tier: ObjectTier, store: Answers) -> None:
+    """It sweeps once only, when it begins to save."""
+    held, gone = commit(tier, 1), commit(tier, 2)
+    assert tier.remove(gone)
+    with tier.protect(held):
+        store.create(held.with_name(f"{held.name}.ended"), b"")
+        assert tier.remove(commit(tier, 3))
+        assert manifest.open(held).step == 1
+    store.age(WEEK + 1)
+    assert tier.remove(last := commit(tier, 4))
+    assert there(store) == sorted(f"{path.name}.ended" for path in (held, last))
+
+
 def test_what_has_no_attempt_in_its_name_is_never_deleted(tier: ObjectTier, store: Answers) -> None:
     for name in ("step-00000001", "step-00000001.r1", "best"):
         begun = tier.pending(ROOT / name).begin()
@@ -191,7 +204,7 @@ def test_debris_is_fenced_then_removed(tier: ObjectTier, store: Answers) -> None
 def test_a_sweep_leaves_what_is_committed_meanwhile(tier: ObjectTier, store: Answers) -> None:
     slow = write(tier)
     store.age(DAY + 1)
-    ((_, remove),) = [*tier._left(tier._now())]
+    (remove,) = tier._left(tier._now())[0].values()
     path = slow.commit(made(tier, slow))
     remove()
     assert newest.find(newest.given(ROOT)) == path
