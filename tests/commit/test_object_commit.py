@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 from aged_store import AgedStore
@@ -37,6 +38,11 @@ def test_what_was_created_is_committed(said: list[str], store: Answers) -> None:
     store.said = said
     path = commit(tier)
     assert newest.find(newest.given(ROOT)) == path
+
+
+def test_the_formats_page_has_a_fences_bytes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "format.md"
+    assert f"`{FENCE.decode()[:-1]}` and a line feed" in page.read_text()
 
 
 def test_a_denial_is_told_at_once(tier: ObjectTier, store: Answers) -> None:
