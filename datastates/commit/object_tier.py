@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -54,8 +53,8 @@ class ObjectTier(Tier):
         self.patience = patience or Patience()
         self.whole = set()
         self._known: dict[str, Committed | None] = {}  # None: fenced
-        self._pending: weakref.WeakSet[ObjectPending] = weakref.WeakSet()
-        self._openings: weakref.WeakSet[ObjectOpening] = weakref.WeakSet()
+        self._under_way: set[str] = set()
+        self._openings: list[ObjectOpening] = []
         self._sharing = _Sharing()
 
     # --- listing
@@ -84,7 +83,7 @@ class ObjectTier(Tier):
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
         names = self.names()
         steps = sorted(n for n, e in names.items() if e.kind == "folder" and STEP.match(n) and _mark(n) not in names)
-        under_way = {one.directory.name for one in self._pending} if known else set()
+        under_way = self._under_way.copy() if known else set()
         new = [n for n in steps if n not in under_way and not (n in self._known and (known or _attempt(n)))]
         looked = dict(zip(new, each(partial(self._look, certain=certain), new, AT_ONCE), strict=True))
         every = {n: looked[n] if n in looked else self._known.get(n) for n in steps}
@@ -117,11 +116,11 @@ class ObjectTier(Tier):
 
     def begun(self, one: ObjectPending) -> None:
         """A checkpoint is under way: lists need not look at it."""
-        self._pending.add(one)
+        self._under_way.add(one.directory.name)
 
     def ended(self, one: ObjectPending, made: Manifest | None = None) -> None:
         """A checkpoint is under way no more; ``made`` is its manifest if it is committed."""
-        self._pending.discard(one)
+        self._under_way.discard(one.directory.name)
         if made is not None and _attempt(name := one.directory.name):
             assert self.whole is not None
             self.whole.add(one.directory)
@@ -141,8 +140,7 @@ class ObjectTier(Tier):
 
     @override
     def opening(self, told: bytes) -> ObjectOpening:
-        opening = ObjectOpening(self, told)
-        self._openings.add(opening)
+        self._openings.append(opening := ObjectOpening(self, told))
         return opening
 
     @override
@@ -206,7 +204,7 @@ class ObjectTier(Tier):
     @override
     def remove(self, path: Location) -> bool:
         names, name = self.names(), path.name
-        for opening in self._openings:
+        for opening in self._openings.copy():
             opening.refuse_if_fenced()
         if name not in names:
             return True
