@@ -104,7 +104,8 @@ class ObjectPending(Uncommitted):
         if found == data or _is_same(found, made):
             self._place.ended(self, made)
             return self.directory
-        self._files = [file for file in files if file.name not in _named_in(found)]
+        with contextlib.suppress(FormatError):  # beside a manifest that cannot be read nothing is removed
+            self._files = [file for file in files if file.name not in _named_in(found)]
         self._is_alone = True  # the key is decided: nobody commits this attempt any more
         raise CommitError(f"{self.directory} is not committed, and never will be: {why}")
 

@@ -112,6 +112,16 @@ def test_an_attempt_that_another_process_commits_is_committed(tier: ObjectTier, 
     assert len(tier.checkpoints()) == 1
 
 
+def test_beside_a_manifest_that_cannot_be_read_nothing_is_removed(tier: ObjectTier, store: Answers) -> None:
+    begun = write(tier)
+    wanted = made(tier, begun)
+    store.replace(begun.path(manifest.FILE), b"{}")
+    with pytest.raises(CommitError, match="another attempt's"):
+        begun.commit(wanted)
+    begun.abandon()
+    assert len(there(store)) == 2
+
+
 def test_an_old_attempt_is_not_committed(tier: ObjectTier, store: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = write(tier)
     begin = object_pending._now()
