@@ -88,14 +88,15 @@ def _look(path: Location) -> _Listing:
     if not seen.is_folder:
         raise CheckpointNotFoundError(f"{path} is {recognise.what_is(seen) or 'neither a directory nor a checkpoint'}")
     tier, found = tier_of(path), []
-    every = tier.checkpoints()
-    known = {one.path.name for one in every} | tier.hidden()
+    with tier.listed_once():
+        every, hidden, debris = tier.checkpoints(), tier.hidden(), tier.debris()
+    known = {one.path.name for one in every} | hidden
     by_age = newest.oldest_first(every)
     described = each(_describe, [*by_age.values()], _AT_ONCE)
     for age, (step, one) in enumerate(zip(by_age, described, strict=True)):
         later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
         found.append({**one, "step": step, "superseded_by": later})
-    left = [one.name for one in tier.debris()]
+    left = [one.name for one in debris]
     foreign = [one.name for one in directories.without_manifest(path, {*seen.names} - known)]
     others = {}
     for name, other in recognise.others(path, {*seen.names} - {*known, *left, *foreign}).items():

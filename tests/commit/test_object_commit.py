@@ -37,7 +37,7 @@ def test_what_was_created_is_committed(said: list[str], store: Answers) -> None:
     tier = ObjectTier(ROOT, SHORT._replace(commit=60, pause=0))
     store.said = said
     path = commit(tier)
-    assert newest.find(newest.given(ROOT)) == path
+    assert newest.find(newest.Given(ObjectTier(ROOT))) == path
 
 
 def test_the_formats_page_has_a_fences_bytes() -> None:
@@ -85,7 +85,7 @@ def test_a_create_that_comes_late_commits(tier: ObjectTier, store: Answers) -> N
         real(path, data)
 
     store.create = create  # type: ignore[method-assign]
-    assert begun.commit(wanted) == newest.find(newest.given(ROOT))
+    assert begun.commit(wanted) == newest.find(newest.Given(ObjectTier(ROOT)))
 
 
 def test_without_any_answer_nothing_is_removed(tier: ObjectTier, store: Answers) -> None:

@@ -133,6 +133,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     monkeypatch.setattr(object_tier, "_facts", object_tier._facts.__wrapped__)
     monkeypatch.setattr(object_tier, "each", lambda call, of, most: [call(one) for one in of])
     monkeypatch.setattr(object_tier, "log", SimpleNamespace(warning=lambda *words: None))
+    monkeypatch.setattr(ObjectTier, "_now", lambda tier: store.now(ROOT))
     monkeypatch.setattr(object_tier.secrets, "token_hex", lambda nbytes: "0" * 2 * nbytes)
     return store
 

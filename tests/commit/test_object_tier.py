@@ -50,22 +50,27 @@ class TestMemory(TierTests):
         self.store.age(DAY + 1)
 
 
-@pytest.fixture(scope="module", params=servers.S3)
-def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+@pytest.fixture(scope="module", params=servers.each("moto", "localbucket", "azurite"))
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def environment(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     pytest.importorskip("obstore")
-    pytest.importorskip(request.param)
-    with servers.server(request.param, tmp_path_factory.mktemp(request.param)) as environment:
+    with servers.server(kind, tmp_path_factory.mktemp(kind)) as environment:
         yield environment
 
 
 class TestBuckets(TierTests):
     @pytest.fixture(autouse=True)
-    def _made(self, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def _made(self, kind: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
-        register("s3", Buckets(patience=1))
-        self.tier = tier_of(Location(f"s3://bucket/{uuid.uuid4().hex}"))
+        root = Location(f"{servers.ROOTS[kind]}/{uuid.uuid4().hex}")
+        register(root.scheme, Buckets(patience=1))
+        self.tier = tier_of(root)
 
     def age(self) -> None:
         pytest.skip("a server's clock cannot be set")
@@ -207,7 +212,7 @@ def test_a_sweep_leaves_what_is_committed_meanwhile(tier: ObjectTier, store: Ans
     (remove,) = tier._left(tier._now())[0].values()
     path = slow.commit(made(tier, slow))
     remove()
-    assert newest.find(newest.given(ROOT)) == path
+    assert newest.find(newest.Given(ObjectTier(ROOT))) == path
     assert len(there(store)) == 2
 
 
