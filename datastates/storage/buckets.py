@@ -282,7 +282,7 @@ class _Pieces(Writer):
         if offset != self._at:
             raise ValueError(f"{self._path}: a piece for {offset} after {self._at} bytes")
         with _told("write", self._path):
-            self._upload.write(data)
+            self._upload.write(bytes(data))  # obstore keeps what it is given until a part is full
         self._at += len(data)
 
     @override

@@ -62,7 +62,10 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, data: Any, offset: int) -> None:
-        """Write bytes, a buffer with a length, at an offset in bytes: in a store of objects, where the last ended."""
+        """Write bytes, a buffer with a length, at an offset in bytes: in a store of objects, where the last ended.
+
+        The memory is the caller's again when this returns.
+        """
 
     @abstractmethod
     def finish(self) -> None:

@@ -146,12 +146,17 @@ class StoreTests:
         assert self.store.names(self.root) == ["a"]
 
     def test_pieces_make_an_object(self) -> None:
-        """A writer's object is there, whole, when it is finished. One that is closed before is not there."""
+        """A writer's object is there, whole, when it is finished. One that is closed before is not there.
+
+        What has been written may change in memory.
+        """
         pieces = [b"one" * 1000, b"two", b"", b"three" * 500]
         for name in ("finished", "left"):
             writer, at = self.store.writer(self.root / name), 0
             for piece in pieces:
-                writer.write(memoryview(piece), at)
+                memory = bytearray(piece)
+                writer.write(memoryview(memory), at)
+                memory[:] = bytes(len(piece))
                 at += len(piece)
             if name == "finished":
                 writer.finish()
