@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates._base import log
 from datastates.errors import StorageError
-from datastates.storage import Location, folders_of
-from datastates.storage.objects import ABSENT
+from datastates.storage import Location, folders_of, store_of
 
 FILE = ".metadata"
 _publishing = threading.Lock()
@@ -30,9 +29,9 @@ def path_of(directory: Location, rank: int | None) -> Location:
 def read(path: Location) -> Metadata | None:
     """Unpickle the metadata; None if the file is missing, unreadable or holds something else."""
     try:
-        found = pickle.loads(folders_of(path).read_all(path))
+        found = pickle.loads(store_of(path).read_all(path))
     except Exception as error:
-        if not (isinstance(error, StorageError) and error.errno in ABSENT):
+        if store_of(path).exists(path):
             log.warning("%s cannot be read, and is replaced: %s", path, error)
         return None
     return found if isinstance(found, Metadata) else None

@@ -58,7 +58,7 @@ def test_an_address_is_refused_by_dcp() -> None:
     dcp = pytest.importorskip("datastates.adapters.dcp")
     for call in (dcp.DataStatesStorageWriter, dcp.DataStatesStorageReader):
         with pytest.raises(ValueError, match="is an address"):
-            call("s3://bucket/run")
+            call("oss://bucket/run")
     writer = dcp.DataStatesStorageWriter()
     with pytest.raises(ValueError, match="is an address"):
         writer.reset("s3://bucket/run")

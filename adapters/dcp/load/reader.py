@@ -17,13 +17,14 @@ from datastates._base import gc_pause
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.read_items import name_of, wanted_of
+from datastates.adapters.dcp.store_files import StoreFiles
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import FormatError
 from datastates.formats.dcp_reads import PlacedReads
 from datastates.reading.reads import Tally
 from datastates.saving import gate
-from datastates.storage import Location, location
+from datastates.storage import Location
 
 
 class DataStatesStorageReader(FileSystemReader):
@@ -42,17 +43,18 @@ class DataStatesStorageReader(FileSystemReader):
         """Read from ``path``, or from the ``checkpoint_id`` that is given to ``dcp.load``.
 
         Args:
-            path: The checkpoint's directory.
+            path: The checkpoint's directory, or its address in a store.
             _extension_registry: As of torch's own reader: the extensions that may have transformed torch's files.
             **options: Fields of :class:`~datastates.config.IoSettings`.
 
         Raises:
             SettingsError: An option is unknown or its value is invalid.
-            ValueError: ``path`` is the address of a store instead of a file path.
+            ValueError: ``path`` is an address that no store serves.
         """
-        location.refuse_address(path)
-        super().__init__(path, _extension_registry)
+        super().__init__("", _extension_registry)
         warn_of_untried("torch")
+        self.fs = StoreFiles()
+        self.path = self.fs.init_path(path)
         self.settings = IoSettings.of(options)
         self.tally: Tally | None = None
         """The amount that the last load read, without items that torch's own code read; None before the first load."""

@@ -131,7 +131,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def loaded(path: Path, state: dict[str, Any], reader: str = "ours") -> dict[str, Any]:
+def loaded(path: Path | str, state: dict[str, Any], reader: str = "ours") -> dict[str, Any]:
     """Load a checkpoint into a blank copy of a state, by a reader; "alone" loads without the other ranks."""
     into: dict[str, Any] = blank(state)
     readers = {"stock": dcp.FileSystemReader}
@@ -142,7 +142,7 @@ def loaded(path: Path, state: dict[str, Any], reader: str = "ours") -> dict[str,
     return into
 
 
-def failure(path: Path, state: dict[str, Any]) -> BaseException:
+def failure(path: Path | str, state: dict[str, Any]) -> BaseException:
     """The error that loading a state fails with."""
     with pytest.raises(CheckpointException) as raised:
         dcp.load(blank(state), storage_reader=ours.DataStatesStorageReader(path))
@@ -151,7 +151,7 @@ def failure(path: Path, state: dict[str, Any]) -> BaseException:
     return found
 
 
-def save_with(how: str, state: dict[str, Any], path: Path, **options: Any) -> None:
+def save_with(how: str, state: dict[str, Any], path: Path | str, **options: Any) -> None:
     """Save, and wait for it: "stock", "ours" (``dcp.save``), "thread" (``dcp.async_save``) or "snapshot"."""
     if how == "stock":
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
