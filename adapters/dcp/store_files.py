@@ -31,6 +31,11 @@ class StoreFiles(FileSystem):
         return (Location(path) / suffix).face
 
     @override
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder, but not below a mount that is lost."""
+        store_of(place := Location(path)).make_folder(place)
+
+    @override
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return store_of(place).is_file(place) if (place := Location(path)).scheme else super().exists(path)
 
@@ -41,7 +46,12 @@ class StoreFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        yield cast(io.IOBase, io.BufferedReader(_Object(place), _AT_ONCE))
+        if mode == "rb":
+            yield cast(io.IOBase, io.BufferedReader(_Object(place), _AT_ONCE))
+            return
+        with contextlib.closing(store_of(place).writer(place)) as made:
+            yield _New(made)
+            made.finish()
 
 
 class _Object(io.RawIOBase):
@@ -71,5 +81,27 @@ class _Object(io.RawIOBase):
         most = min(self._store.traits.best_piece, max(self._nbytes - self._at, 0))
         if view := memoryview(into).cast("B")[:most]:
             self._store.read_into(self._path, [(self._at, view)])
+        self._at += len(view)
+        return len(view)
+
+
+class _New(io.RawIOBase):
+    """An object of a store that is written."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self._at = made, 0
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._at
+
+    @override
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._made.write(view, self._at)
         self._at += len(view)
         return len(view)

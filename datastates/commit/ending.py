@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from datastates.commit.ballot import Vote
-from datastates.storage import folders_of
+from datastates.storage import store_of
 from datastates.storage.location import Location
 
 Identity = dict[str, int | str]
@@ -70,7 +70,7 @@ class FileEnding:
         """Remove the file if this snapshot created it."""
         if made:
             with contextlib.suppress(OSError):  # the writer's error is reported instead
-                folders_of(self.path).remove(self.path)
+                store_of(self.path).discard([self.path])
 
     def cause_of(self, error: BaseException, needed: int) -> BaseException:
         """``error`` itself: no other cause is known for a single file."""

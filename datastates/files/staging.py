@@ -39,12 +39,6 @@ def is_large(name: str, tensor: Any) -> bool:
     return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
-def nothing(name: str, tensor: Any) -> bool:
-    """A :data:`Lazy` that chooses no tensor: everything is copied."""
-    del name, tensor
-    return False
-
-
 class Staged:
     """A state dict that training must not change from staging until it is captured.
 
@@ -56,7 +50,7 @@ class Staged:
     def __init__(
         self,
         state_dict: dict[str, Any],
-        lazy: Lazy,
+        lazy: Lazy | None,
         *,
         step: int = 0,
         path: Location | None = None,
@@ -68,7 +62,8 @@ class Staged:
 
         Args:
             state_dict: The live state.
-            lazy: Chooses tensors that are guarded instead of copied. Within an optimizer's ``step()``, all are copied.
+            lazy: Chooses tensors that are guarded instead of copied; None for none. Within an optimizer's ``step()``,
+                all are copied.
             step: A number for the snapshot.
             path: The path of the checkpoint, if it is known.
             grace: Seconds in which :meth:`saved_by` must be called.
@@ -79,9 +74,8 @@ class Staged:
         self._kept: list[tuple[str, Any]] = list(kept or ())
         self._devices: set[Any] = set()
         self._owned = owned
-        if gate.is_in_step():  # the save begins once the step goes on
-            lazy = nothing
-        self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
+        chosen: Lazy = (lambda *_: False) if lazy is None or gate.is_in_step() else lazy  # the save begins after a step
+        self.state_dict: dict[str, Any] = self._copied("", state_dict, chosen) if kept is None else state_dict
         tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(tensors)
         self._samples = samples.take([] if owned else tensors)

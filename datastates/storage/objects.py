@@ -217,6 +217,14 @@ class Store(ABC):
                 at += view.nbytes
             made.finish()
 
+    def make_folder(self, path: Location) -> None:
+        """Make a folder and missing folders above it, where there are folders."""
+        del path
+
+    def sync_folder(self, path: Location) -> None:
+        """Put the names in a folder on stable storage, where they are not there with their objects."""
+        del path
+
     @abstractmethod
     def discard(self, paths: Sequence[Location]) -> None:
         """Remove objects. It is no error if one is absent."""

@@ -61,10 +61,10 @@ def test_an_address_is_refused_by_dcp() -> None:
             call("oss://bucket/run")
     writer = dcp.DataStatesStorageWriter()
     with pytest.raises(ValueError, match="is an address"):
-        writer.reset("s3://bucket/run")
+        writer.reset("oss://bucket/run")
     writer.close()
     with pytest.raises(ValueError, match="is an address"):
-        dcp.async_save({}, "s3://bucket/run", step=1)
+        dcp.async_save({}, "oss://bucket/run", step=1)
 
 
 @pytest.mark.parametrize("path", ["/absent/s3://b", "~/absent", "C:absent", PurePosixPath("absent:b/c")], ids=str)

@@ -35,7 +35,7 @@ from datastates.ranks.world import world_of
 from datastates.saving.engine import Engine
 from datastates.saving.running import Running
 from datastates.saving.snapshot import Snapshot
-from datastates.storage import Location
+from datastates.storage import Location, store_of
 
 
 def async_save(
@@ -57,7 +57,7 @@ def async_save(
 
     Args:
         state_dict: As for ``dcp.save``: nested, with DTensors, modules, optimizers and other ``Stateful`` objects.
-        path: The directory. It becomes a checkpoint in one step, once all ranks have written.
+        path: The directory, or an address in a store. It becomes a checkpoint in one step, once all ranks have written.
         storage_writer: Keeps plans and pinned memory for the next save. Without a writer they serve this save only.
         planner: Plans the save; by default a ``DefaultSavePlanner``.
         step: A number for the snapshot and its report.
@@ -72,13 +72,13 @@ def async_save(
 
     Raises:
         TypeError: Options were given together with a writer.
-        ValueError: ``path`` is the address of a store instead of a file path, or the writer has extensions.
+        ValueError: ``path`` is an address that no store serves, or the writer has extensions.
         SettingsError: An option is unknown or its value is invalid.
         SnapshotAbandonedError: This process was forked from the one that saves with the writer.
         DatastatesError: The ranks could not meet for the first save with the writer.
     """
     with refusing(storage_writer):
-        directory = Location.given(path)
+        store_of(directory := Location(path))
         if storage_writer is not None and options:
             raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
         if storage_writer is not None and storage_writer.transforms.extensions:

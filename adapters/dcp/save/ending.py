@@ -20,7 +20,7 @@ from datastates.adapters.dcp.save.items import Written
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.files.boxes import AgreedFile
 from datastates.ranks.world import World, is_told, settle
-from datastates.storage import Location, folders_of
+from datastates.storage import Location, store_of
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further save waits for the oldest."""
@@ -106,11 +106,11 @@ class DcpEnding(AgreedFile):
         but may not survive a power failure.
         """
         directory = self.path.parent
-        folders_of(directory).sync_folder(directory)
+        store_of(directory).sync_folder(directory)
         assert self.written is not None
         found = self.written.results(nbytes)
         if not found:  # this rank has no part of the checkpoint
-            folders_of(self.path).remove(self.path)
+            store_of(self.path).discard([self.path])
         uncertain: list[StorageError] = []
 
         def decide(told: dict[int, bytes]) -> bytes:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +25,14 @@ from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.names import NAME
 from datastates.adapters.dcp.save.items import Written, boxes_of
 from datastates.adapters.dcp.save.one_rank import warn_of_plain_tensors
+from datastates.adapters.dcp.store_files import StoreFiles
 from datastates.adapters.shared.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError, storage_errors
 from datastates.files.boxes import BoxFiles
-from datastates.files.staging import Staged, StagedStateDict, is_large, nothing
+from datastates.files.staging import Staged, StagedStateDict, is_large
 from datastates.files.torch_files import Lazy
-from datastates.storage import Location, folders_of, location
+from datastates.storage import Location, store_of
 
 
 class WriterSettings(IoSettings):
@@ -62,6 +64,10 @@ class DataStatesStorageWriter(FileSystemWriter):
     Each rank writes its items into one file, such as ``__RANK_0.distcp``, with checksums and an index of its own. Once
     all ranks have written, ``.metadata`` is replaced atomically. Until then the previous checkpoint at the path stands.
 
+    At an address, each rank uploads its file from the host cache, under a name that no other save uses. Where a
+    checkpoint is overwritten, a reader finds the old ``.metadata`` or the new one; then the old files are deleted. What
+    ``dcp.save`` has written on one rank stays where another one fails.
+
     It serves ``dcp.save`` and ``dcp.async_save`` with a thread. For the latter it stages lazily: large tensors stay
     where they are, every torch optimizer's ``step()`` waits until they are captured, and everything else is copied. For
     ``AsyncCheckpointerType.PROCESS``, give an ``async_stager`` that copies, such as torch's ``DefaultStager``.
@@ -83,7 +89,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         """Write to ``path``, or to the ``checkpoint_id`` that is given to the save.
 
         Args:
-            path: A directory; it is created.
+            path: A directory, which is created, or an address in a store.
             overwrite: Whether to replace a checkpoint that is there; otherwise such a save is refused.
             lazy: Given the name of a tensor in the state dict and the tensor (of a DTensor, this rank's part), whether
                 only an optimizer step changes it. By default, tensors of 64 KiB and more.
@@ -93,11 +99,12 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             SettingsError: An option is unknown or its value is invalid.
-            ValueError: ``path`` is the address of a store instead of a file path.
+            ValueError: ``path`` is an address that no store serves.
         """
-        location.refuse_address(path)
-        super().__init__(path, overwrite=overwrite, _extensions=_extensions)
+        super().__init__("", overwrite=overwrite, _extensions=_extensions)
         warn_of_untried("torch")
+        self.fs = StoreFiles()
+        self.path = self.fs.init_path(path)
         self.settings = WriterSettings.of(options)
         self.lazy = lazy
         self._start()
@@ -151,7 +158,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             self._saver = None  # this thread is back: its save has failed
         if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
             raise _taken()
-        self._staged = staged = Staged(state_dict, nothing if self.transforms.extensions else self.lazy)
+        self._staged = staged = Staged(state_dict, None if self.transforms.extensions else self.lazy)
         if self.transforms.extensions and staged.is_copy:
             staged.captured_elsewhere()
         return staged
@@ -177,9 +184,9 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             DatastatesError: Another save with this writer is under way.
-            ValueError: ``checkpoint_id`` is the address of a store instead of a file path.
+            ValueError: ``checkpoint_id`` is an address that no store serves.
         """
-        location.refuse_address(checkpoint_id or "")
+        self.fs.init_path(checkpoint_id or "")
         self._enter()
         super().reset(checkpoint_id)
 
@@ -192,12 +199,6 @@ class DataStatesStorageWriter(FileSystemWriter):
         """Take part in a save. The coordinator finishes it, or every rank where there are no collectives."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._finishes = is_coordinator or not self.use_collectives
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the checkpoint's folder, but not below a mount that is lost; raises StorageError."""
-        folder = Location(self.path)
-        folders_of(folder).make_folder(folder)
-        return super().prepare_local_plan(plan)
 
     def _enter(self) -> None:
         if self._is_taken():
@@ -265,7 +266,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise
         running.run()
         staged.snapshot.wait_committed()
-        folders_of(file.path).sync_folder(file.path.parent)
+        store_of(file.path).sync_folder(file.path.parent)
         written = Future()
         written.set_result(Written(file, indices).results(staged.snapshot.report.file_nbytes))
         return written
@@ -273,24 +274,27 @@ class DataStatesStorageWriter(FileSystemWriter):
     def _write_by_torch(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Let torch write this rank's items through its extensions, into a file that replaces none."""
         path = self.new_file(plan)
-        files: queue.Queue[tuple[Path, str, list[WriteItem]]] = queue.Queue()
-        files.put((Path(path), path.name, plan.items))
+        files: queue.Queue[tuple[Path | str, str, list[WriteItem]]] = queue.Queue()
+        files.put((path.face, path.name, plan.items))
+        self.sync_files = not path.scheme  # a store has what it was given
         try:
             with storage_errors("write", path):
                 written = self._write_data(planner, files)
         except BaseException:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
-                folders_of(path).remove(path)
+                store_of(path).discard([path])
             raise
-        folders_of(path).sync_folder(path.parent)
+        store_of(path).sync_folder(path.parent)
         return written
 
     def new_file(self, plan: SavePlan) -> Location:
         """An unused name for this rank's file: the files of a checkpoint that is being replaced are still needed."""
         assert isinstance(plan.storage_data, _StoragePrefix)
-        directory = Location(self.path)
-        names = (directory / f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
-        return next(path for path in names if not folders_of(path).exists(path))
+        begin, directory = plan.storage_data.prefix, Location(self.path)
+        if directory.scheme:  # no name is given twice: the object of a save that was killed may appear late
+            return directory / f"{begin}{secrets.token_hex(8)}{DEFAULT_SUFFIX}"
+        names = (directory / f"{begin}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
+        return next(path for path in names if not store_of(path).exists(path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, on the coordinator.

@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_begin_a_save_stays_in_step(together: Together, write
     assert not any(save(together, writers, tmp_path / "a"))
 
     def wrong_on_one(rank: int) -> None:
-        path = "s3://bucket/b" if rank == 1 else tmp_path / "b"
+        path = "oss://bucket/b" if rank == 1 else tmp_path / "b"
         ours.async_save(state_of(rank), path, storage_writer=writers[rank]).wait_committed()
 
     first, refused, last = together(RANKS, wrong_on_one)
