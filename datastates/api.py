@@ -306,7 +306,7 @@ def export(
         target: A path that ends in ``.safetensors`` is one file. A path that ends in ``.pt``, ``.pth``, ``.bin`` or
             ``.ckpt`` is a file that ``torch.load`` opens, also with ``mmap=True`` and ``weights_only=True``. Any other
             path is a folder, which must not exist or must be empty: it gets ``model.safetensors``, or several files
-            with ``model.safetensors.index.json``.
+            with ``model.safetensors.index.json``. Of an address in a store, the same ends make objects.
         step: As for :func:`load`.
         keys: Selects tensors: a glob of full keys as in a shell, such as ``"model/*"``, or several globs.
         rename: New names. A string replaces a prefix of that text; a compiled pattern is replaced as by ``re.sub``. The

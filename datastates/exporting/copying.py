@@ -28,7 +28,7 @@ from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef
 from datastates.state.strides import is_row_major
-from datastates.storage import FileWriter, folders_of
+from datastates.storage import FileWriter, Folders, Writer, store_of
 from datastates.storage.location import Location
 
 SHORTEST = 1 << 20
@@ -79,18 +79,17 @@ def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> S
 
 
 class Sharing:
-    """Shares stretches with one exported file, until the store refuses."""
+    """Shares stretches with one exported file, until the store refuses. With an object, nothing is shared."""
 
-    def __init__(self, target: FileWriter) -> None:
+    def __init__(self, target: Writer) -> None:
         """Begin to share with the file ``target``."""
-        self._target = target
-        self._refused = False
+        self._target = target if isinstance(target, FileWriter) else None
 
     def share(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
         """Share stretches with the file; yields the ranges of the file in bytes that are filled thereby, ascending."""
         for one in sorted(stretches, key=lambda one: one.at):
-            self._refused = self._refused or not self._target.share(one.path, one.offset, one.nbytes, one.at)
-            if self._refused:
+            if self._target is None or not self._target.share(one.path, one.offset, one.nbytes, one.at):
+                self._target = None
                 return
             yield one.at, one.at + one.nbytes
 
@@ -198,10 +197,10 @@ class Copier:
         self._progress = progress
 
     def copy(self, path: Location, file: File) -> None:
-        """Write one file, and sync it.
+        """Write one file, from its beginning to its end, and sync it.
 
         Args:
-            path: The new file.
+            path: The new file, or an object.
             file: Its layout.
 
         Raises:
@@ -221,7 +220,7 @@ class Copier:
         # CRC-32 of each tensor as far as it was read: as stored, and as written (of cast tensors, where files have it)
         sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
-            contextlib.closing(folders_of(path).writer(path, direct=self._direct_io)) as target,
+            contextlib.closing(self._writer(path)) as target,
             contextlib.ExitStack() as at_end,
         ):
 
@@ -256,9 +255,13 @@ class Copier:
             for done in written:
                 done.result()
             if file.tail_nbytes:
-                target.write(np.frombuffer(file.encode_tail(sums[1]), np.uint8), plan.end)
+                target.write(file.encode_tail(sums[1]), plan.end)
                 self._progress(file.tail_nbytes)
             target.finish()
+
+    def _writer(self, path: Location) -> Writer:
+        store = store_of(path)
+        return store.writer(path, direct=self._direct_io) if isinstance(store, Folders) else store.writer(path)
 
     def _stored_type(self, tensor: Tensor) -> str:
         return pickled(self._origins[tensor.key].row.dtype).name
@@ -320,11 +323,11 @@ class Copier:
         places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
         window.bytes[places] = as_written[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
-    def _write(self, target: FileWriter, window: _Window, sharing: Sharing) -> None:
+    def _write(self, target: Writer, window: _Window, sharing: Sharing) -> None:
         """Write the parts of a window that do not share blocks with the checkpoint."""
         data, at = window.bytes, 0
         for begin, end in [*sharing.share(window.stretches), (window.offset + len(data),) * 2]:
-            target.write(data[at : begin - window.offset], window.offset + at)
+            target.write(memoryview(data[at : begin - window.offset]), window.offset + at)
             at = end - window.offset
         self._progress(window.nbytes)
 

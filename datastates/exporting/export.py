@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from datastates.commit.pending import Pending, publish_files
 from datastates.commit.tiers import sweep_beside
@@ -18,7 +17,7 @@ from datastates.config import IoSettings
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
-from datastates.errors import FormatError, StorageError
+from datastates.errors import FormatError, StorageError, UncertainError
 from datastates.executor.make import make_small_executor
 from datastates.exporting import layouts
 from datastates.exporting.copying import Copier, Origin, window_nbytes
@@ -31,8 +30,8 @@ from datastates.restoring.renaming import Renames, as_text, renamed
 from datastates.restoring.restored import of_classes, shortened
 from datastates.state.dtypes import FLOATS
 from datastates.state.keys import is_inner, shown
-from datastates.storage import folders_of
-from datastates.storage.location import Location, PathLike
+from datastates.storage import Folders, folders_of, store_of
+from datastates.storage.location import Face, Location, PathLike
 
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Error numbers of a rename to a name that is taken: by a file, a folder with content, a file for a folder."""
@@ -44,7 +43,7 @@ class Exported:
 
     Attributes:
         source: The name of the source's format.
-        path: The file or the folder that was written.
+        path: The file or the folder that was written; a string for an address in a store.
         files: Names of the files in it; for a single file, its own name.
         tensors: Number of tensors.
         nbytes: Bytes of all files.
@@ -60,7 +59,7 @@ class Exported:
     """
 
     source: str
-    path: Path
+    path: Face
     files: tuple[str, ...]
     tensors: int
     nbytes: int
@@ -112,17 +111,18 @@ def _export(
     planned, omitted = _plan(request, tensors, named, stored.metadata, block)
     total = sum(file.nbytes for file in planned)
     made = make_small_executor(settings, max(file.nbytes for file in planned))
-    with contextlib.closing(made), _pending(place_of_partial(target)) as pending:
+    new = _pending if isinstance(store_of(target), Folders) else _objects
+    with contextlib.closing(made), new(target) as place:
         copier = Copier(origins, made, direct_io=settings.direct_io, progress=lambda nbytes: progress(nbytes, total))
         for file in planned:
-            copier.copy(pending.file(file.name), file)
+            copier.copy(place(file.name), file)
         if len(planned) > 1:
-            folders_of(target).create(pending.file(layouts.INDEX), layouts.index_of(planned, stored.metadata.index))
-        _publish(pending, target)
+            index = layouts.index_of(planned, stored.metadata.index)
+            store_of(target).upload(place(layouts.INDEX), iter([index]), len(index))
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
         found.format,
-        Path(target),
+        target.face,
         tuple(file.name for file in planned),
         len(tensors),
         total,
@@ -184,8 +184,33 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 
 @contextlib.contextmanager
-def _pending(place: Location) -> Iterator[Pending]:
-    """Yield a partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
+def _objects(target: Location) -> Iterator[Callable[[str], Location]]:
+    """Yield what gives an object its final place, the one before being made. If the export fails, they are removed."""
+    folder, given = target.parent if is_file(target) else target, list[Location]()
+
+    def place(name: str) -> Location:
+        given.append(folder / name)
+        return given[-1]
+
+    try:
+        yield place
+    except BaseException as error:
+        if not isinstance(error, UncertainError):  # the last one is not there, or another program's
+            del given[-1:]
+        with contextlib.suppress(StorageError):
+            store_of(folder).discard(given)
+        if isinstance(error, StorageError) and error.errno == errno.EEXIST:
+            refuse_existing(target)
+        raise
+
+
+@contextlib.contextmanager
+def _pending(target: Location) -> Iterator[Callable[[str], Location]]:
+    """Yield what gives a file its place in a partial folder, beside the target or in it, and publish the files.
+
+    If the export fails, the folder is removed, with parents that were made for it.
+    """
+    place = place_of_partial(target)
     sweep_beside(place)
     missing = [folder for folder in place.parents if not folders_of(folder).exists(folder)]
     with contextlib.ExitStack() as after_failure:
@@ -193,7 +218,8 @@ def _pending(place: Location) -> Iterator[Pending]:
         pending = Pending(place)
         after_failure.callback(pending.abandon)
         pending.begin()
-        yield pending
+        yield pending.file
+        _publish(pending, target)
         after_failure.pop_all()
 
 

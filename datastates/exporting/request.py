@@ -11,7 +11,7 @@ from datastates.commit.names import PARTIAL, checked_step
 from datastates.exporting.layouts import parse_size
 from datastates.restoring.renaming import Renames, checked_renames
 from datastates.restoring.selection import checked_keys
-from datastates.storage import folders_of
+from datastates.storage import store_of
 from datastates.storage.location import Location, PathLike
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -23,7 +23,7 @@ class ExportRequest:
     """Which tensors of a checkpoint are exported, where to, and how. Immutable.
 
     Attributes:
-        target: The file or folder to make.
+        target: The file or folder to make, or its address in a store.
         step: The step of the checkpoint; None for the newest, or for that of a single checkpoint.
         keys: Globs of full keys.
         rename: New names.
@@ -99,7 +99,7 @@ def place_of_partial(target: Location) -> Location:
 
     A folder that is there keeps its mode, its owner and whatever stands in it or is mounted on it. A link is followed.
     """
-    return target / INSIDE if folders_of(target).is_folder(target) and not is_file(target) else target
+    return target / INSIDE if store_of(target).is_folder(target) and not is_file(target) else target
 
 
 def refuse_existing(target: Location) -> None:
@@ -107,10 +107,10 @@ def refuse_existing(target: Location) -> None:
 
     Partial directories of other exports in a folder do not count: their files do not have their names yet.
     """
-    store = folders_of(target)
+    store = store_of(target)
     if store.is_folder(target) and not is_file(target):
         if all((match := PARTIAL.match(name)) and match[1] == INSIDE for name in store.names(target)):
             return
         raise FileExistsError(errno.EEXIST, "the target of an export is not empty", str(target))
-    if store.exists(target, follow=False):
+    if store.exists(target) or store.is_link(target):
         raise FileExistsError(errno.EEXIST, "the target of an export exists", str(target))

@@ -160,13 +160,6 @@ def test_a_store_that_fails_is_named(store: MemoryStore, monkeypatch: pytest.Mon
             _ = checkpoint["model/big"]
 
 
-def test_nothing_is_exported_there(store: MemoryStore) -> None:
-    before = store.entries(Location("mem://bucket"), deep=True)
-    with pytest.raises(ValueError, match=r"mem://bucket.* is in a store of objects.*give a path, of local storage"):
-        ds.export(ROOT, "mem://bucket/new")
-    assert store.entries(Location("mem://bucket"), deep=True) == before
-
-
 @pytest.mark.parametrize("scheme", ["", "s", "s3:", "s3://", "/a"])
 def test_a_scheme_is_checked(scheme: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(scheme))):
