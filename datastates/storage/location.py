@@ -179,6 +179,6 @@ def refuse_address(path: PathLike) -> None:
     """
     if scheme := scheme_of(path):
         raise ValueError(
-            f"path: {path} is an address ({scheme}:), and checkpoints are saved to file systems only: give a path, of "
-            "local storage or of a mount"
+            f"path: {path} is an address ({scheme}:), and this takes file systems only: give a path, of local storage "
+            "or of a mount"
         )
