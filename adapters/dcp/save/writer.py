@@ -266,9 +266,9 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise
         running.run()
         staged.snapshot.wait_committed()
-        store_of(file.path).sync_folder(file.path.parent)
         written = Future()
         written.set_result(Written(file, indices).results(staged.snapshot.report.file_nbytes))
+        _settle(file.path, plan)
         return written
 
     def _write_by_torch(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -284,7 +284,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
                 store_of(path).discard([path])
             raise
-        store_of(path).sync_folder(path.parent)
+        _settle(path, plan)
         return written
 
     def new_file(self, plan: SavePlan) -> Location:
@@ -310,6 +310,13 @@ class DataStatesStorageWriter(FileSystemWriter):
             vars(metadata).update(vars(stored))  # dcp.save returns ``metadata``
         finally:
             self._saver = None
+
+
+def _settle(path: Location, plan: SavePlan) -> None:
+    """Keep a file that was written, or remove it if this rank has no part of the checkpoint."""
+    if not plan.items:
+        store_of(path).discard([path])
+    store_of(path).sync_folder(path.parent)
 
 
 def _taken() -> DatastatesError:

@@ -186,6 +186,16 @@ def test_a_checkpoint_is_saved_to_a_bucket(bucket: str, tmp_path: Path, how: str
             same(found, state | {"number": number} if "number" in found else state)
 
 
+@pytest.mark.parametrize("how", [*HOW, "extensions"])
+def test_a_rank_without_a_part_leaves_no_object(store: SmallPieces, how: str) -> None:
+    if how == "extensions":
+        dcp.save({}, storage_writer=DataStatesStorageWriter(ROOT, _extensions=[Inverted()]))
+    else:
+        save_with(how, {}, ROOT)
+    assert names() == [".metadata"]
+    assert loaded(ROOT, {}) == {}
+
+
 def test_another_checkpoint_is_refused_without_overwriting(store: SmallPieces) -> None:
     save_with("ours", {"w": torch.ones(3)}, ROOT)
     before = names()
