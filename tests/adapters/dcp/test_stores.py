@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import servers
 import torch
 import torch.distributed.checkpoint as dcp
+from fault_server import FaultServer
 from inverted import Inverted
 from memory_store import MemoryStore
 from saves import Failing
@@ -240,6 +242,19 @@ def test_a_lost_answer_is_looked_for(store: SmallPieces, how: str, monkeypatch: 
     with pytest.raises((StorageError, CheckpointException), match=rf"create {ROOT}/.metadata"):
         save_with(how, {"w": torch.ones(3)}, ROOT)
     assert [bool(re.fullmatch(DATA, name)) for name in names()] == [True]
+
+
+def test_a_bucket_may_lose_an_answer(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.arange(2_500_000.0), "n": 5}  # of two parts
+    with FaultServer(dict(os.environ)) as faults:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.environment["AWS_ENDPOINT_URL"])
+        lost = (("lose", "PUT", ".metadata"), ("answer", "PUT", ".metadata"), ("lose", "POST", "uploadId="))
+        for how, fault in zip(HOW, lost, strict=True):
+            spoiled = faults.add(*fault)
+            save_with(how, state, bucket)
+            assert spoiled.met.is_set()
+            same(loaded(bucket, state), state)
+            assert len(names(bucket)) == 2
 
 
 def test_extensions_write_to_a_store(store: SmallPieces, tmp_path: Path) -> None:
