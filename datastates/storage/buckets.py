@@ -210,8 +210,7 @@ class Buckets(Store):
             if (client := self._clients.get((root, decides))) is None:
                 client = self._clients[root, decides] = importlib.import_module("obstore.store").from_url(
                     root,
-                    # not every server of the S3 protocol removes many at once
-                    **({"disable_bulk_delete": True} if path.scheme == "s3" else {}),
+                    **(_for_s3() if path.scheme == "s3" else {}),
                     retry_config={
                         "max_retries": 0 if decides else 100,
                         "retry_timeout": timedelta(seconds=self._patience),
@@ -334,6 +333,15 @@ class _told:  # named as a statement, as contextlib.suppress is
         text = f"{self._operation} {self._path}: {_reason(str(error))}"
         uncertain = self._decides and number == 0
         raise (UncertainError if uncertain else StorageError)(number, self._operation, str(self._path), text) from None
+
+
+def _for_s3() -> dict[str, bool]:
+    """Settings of S3, and of servers of its protocol."""
+    given = {name.upper() for name in os.environ}
+    # a hash of all that is sent takes most of an upload's processor time, and TLS makes it needless
+    unsigned = {"AWS_ALLOW_HTTP", "AWS_UNSIGNED_PAYLOAD"}.isdisjoint(given)
+    # not every server removes many at once
+    return {"disable_bulk_delete": True, **({"unsigned_payload": True} if unsigned else {})}
 
 
 def _again(call: Callable[[], _Answer]) -> _Answer:

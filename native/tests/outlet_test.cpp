@@ -87,8 +87,11 @@ TEST(it_is_not_written_before_all_is_given_back) {
     const auto outlet = std::make_shared<Outlet>("object");
     const auto job = executor->submit_write(outlet, written.plan, written.buffers());
     std::unique_ptr<HandedBytes> held;
+    std::unique_ptr<HandedBytes> tail;
     CHECK(outlet->take({}, held));
     CHECK(job->wait_captured());
+    job->hand_end({});
+    CHECK(outlet->take({}, tail));
     outlet->finish();
     CHECK(!job->written());
     held.reset();
@@ -120,6 +123,30 @@ TEST(a_failure_of_the_taker_fails_the_job) {
         std::unique_ptr<HandedBytes> next;
         CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(outlet->take({}, next)));
         job->abort();
+    }
+}
+
+TEST(a_taker_that_leaves_early_fails_the_job) {
+    std::mt19937_64 random(6);
+    for (const int takes : {-1, 0, 1, 3}) {
+        const auto executor = support::make_executor(kSetup, 8, kBlock);
+        const WriteCase written =
+            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 1000, random);
+        const auto outlet = std::make_shared<Outlet>("object");
+        if (takes < 0) outlet->finish();
+        const auto job = executor->submit_write(outlet, written.plan, written.buffers());
+        for (int i = 0; i < takes; ++i) {
+            std::unique_ptr<HandedBytes> taken;
+            CHECK(outlet->take({}, taken));
+        }
+        outlet->finish();
+        try {
+            job->finish({});
+            CHECK(false);
+        } catch (const Error& caught) {
+            CHECK(caught.code() == ErrorCode::io);
+            CHECK(std::string(caught.what()).find("not all of it was taken") != std::string::npos);
+        }
     }
 }
 

@@ -250,3 +250,22 @@ def test_a_store_that_fails_lets_go_of_what_it_holds(monkeypatch: pytest.MonkeyP
     register("mem", Leaving())
     with pytest.raises(StorageError, match=r"\.pt: left after 2"):
         ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed()
+
+
+class Early(MemoryStore):
+    """Returns before it has taken all bytes."""
+
+    taken = 0
+
+    def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
+        self.create(path, b"".join(next(pieces) for _ in range(self.taken)))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_an_upload_that_ends_early_is_no_success(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register("mem", store := Early())
+    store.taken = taken
+    with pytest.raises(StorageError, match=r"\.pt: not all of it was taken"):
+        ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed()
+    assert names(store) == []

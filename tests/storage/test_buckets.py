@@ -192,3 +192,18 @@ def test_without_obstore_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'datastates\[stores\]'"):
         ds.load("gs://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, True), ({"AWS_ALLOW_HTTP": "true"}, False), ({"AWS_UNSIGNED_PAYLOAD": "false"}, False)],
+)
+def test_what_goes_through_tls_is_not_hashed_for_its_signature(
+    given: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ALLOW_HTTP", "AWS_UNSIGNED_PAYLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    client = Buckets()._client(Location("s3://bucket/run"))
+    assert (client.config.get("unsigned_payload") == "true") is expected

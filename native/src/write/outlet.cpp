@@ -94,7 +94,16 @@ std::shared_ptr<WriteState> Outlet::served() {
 }
 
 void Outlet::finish() {
-    if (const auto job = served()) job->end_handing();
+    bool whole = false;
+    {
+        const std::scoped_lock lock(mutex_);
+        whole = serves_ && left_ == 0 && ended_;
+    }
+    if (!whole) {
+        fail({ErrorCode::io, 0, "write", name_, "write " + name_ + ": not all of it was taken"});
+    } else if (const auto job = served()) {
+        job->end_handing();
+    }
 }
 
 void Outlet::fail(const Error& error) {

@@ -67,7 +67,8 @@ class Outlet : public std::enable_shared_from_this<Outlet>, Unmovable {
     /// The next bytes, or null at the end. False when the deadline passes first. Throws Error
     /// "cancelled" once the job has failed.
     bool take(Deadline deadline, std::unique_ptr<HandedBytes>& next);
-    /// The object is made: the job's file is written once all that was taken is given back.
+    /// The object is made: the job's file is written once all that was taken is given back. If not
+    /// all was taken, the job fails.
     void finish();
     /// The object cannot be made: the job fails.
     void fail(const Error& error);
