@@ -1,4 +1,4 @@
-"""Measure how fast a state comes from a bucket, beside a bare loop of obstore's requests for the same bytes.
+"""Measure how fast a state goes to a bucket and comes back, beside obstore's bare requests for the same bytes.
 
 The server runs on the same machine and takes part of its processors, the same for all systems. The peers are not among
 the extras of the package: ``pip install s3fs==2026.9.0 s3torchconnector==1.5.0``.
@@ -39,9 +39,12 @@ def _server(folder: Path) -> Iterator[None]:
 
 
 class _Bare:
-    """Requests for all bytes of a checkpoint, 8 MiB each, 32 at once, into memory that is there."""
+    """Requests for all bytes of a checkpoint, in pieces of 8 MiB, from and to memory that is there."""
 
-    settings = f"obstore.get_range of {_PIECE >> 20} MiB, {_AT_ONCE} threads, copied into memory; nothing is verified"
+    settings = (
+        f"obstore.put of {_PIECE >> 20} MiB parts, 12 at once; obstore.get_range of as many bytes by {_AT_ONCE} "
+        "threads, copied into memory; nothing is verified"
+    )
 
     def __init__(self, path: Path) -> None:
         self._store = from_url(BUCKET)
@@ -49,6 +52,13 @@ class _Bare:
         found = [entry for page in obstore.list(self._store, prefix) for entry in page]
         self._files: Sequence[tuple[str, np.ndarray]] = [(e["path"], np.ones(e["size"], np.uint8)) for e in found]
         self._threads = ThreadPoolExecutor(_AT_ONCE)
+
+    def put(self) -> Sample:
+        with stopwatch() as sample:
+            for name, data in self._files:
+                parts = (data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
+                obstore.put(self._store, f"raw/{name}", parts, chunk_size=_PIECE, max_concurrency=12)
+        return _named("put", sample)
 
     def get(self) -> Sample:
         pieces = [(name, into, at) for name, into in self._files for at in range(0, len(into), _PIECE)]
@@ -63,33 +73,42 @@ class _Bare:
         np.copyto(part, np.frombuffer(data, np.uint8))
 
 
+def _remove(path: Path) -> None:
+    store = from_url(BUCKET, disable_bulk_delete=True)
+    found = [e["path"] for page in obstore.list(store, f"{path.parent.name}/{path.name}") for e in page]
+    for name in found:
+        obstore.delete(store, name)
+
+
 def _named(verb: str, sample: Sample) -> Sample:
     return {verb: sample["seconds"], f"{verb}_cpu": sample["cpu_seconds"]}
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """Measure the restore of a host state in place by all systems, and the bare loop."""
+    """Measure all systems, and the bare requests. What a round has put is removed."""
     state = llm_like(tiny=tiny)
     probe = Probe(state)
     result = Result(parameters={"bytes": nbytes(state)}, settings={"raw": _Bare.settings, "server": _SERVER})
     (directory / "server").mkdir()
     with _server(directory / "server"), Roster(directory, result) as roster:
-        paths: dict[str, Path] = {}
+        bare = _Bare(roster[SYSTEMS[0]].save(state))
 
-        def path_of(name: str) -> Path:
-            if name not in paths:
-                paths[name] = roster[name].save(state)
-            return paths[name]
-
-        def get(name: str) -> Sample:
-            path = path_of(name)
+        def put_and_get(name: str) -> Sample:
+            with stopwatch() as put:
+                path = roster[name].save(state)
             probe.wipe()
-            with stopwatch() as sample:
+            with stopwatch() as got:
                 roster[name].restore(path, state)
             probe.check()
-            return _named("get", sample)
+            _remove(path)
+            return {**_named("put", put), **_named("get", got)}
 
-        bare = _Bare(path_of(SYSTEMS[0]))
-        actions: dict[str, Callable[[], Sample]] = {"raw": bare.get, **{name: partial(get, name) for name in SYSTEMS}}
+        def raw() -> Sample:
+            return {**bare.put(), **bare.get()}
+
+        actions: dict[str, Callable[[], Sample]] = {
+            "raw": raw,
+            **{name: partial(put_and_get, name) for name in SYSTEMS},
+        }
         interleave(result, actions, plan)
     return result
