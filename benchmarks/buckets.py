@@ -56,7 +56,7 @@ class _Bare:
     def put(self) -> Sample:
         with stopwatch() as sample:
             for name, data in self._files:
-                parts = (data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
+                parts = (data[at : at + _PIECE].data for at in range(0, len(data), _PIECE))
                 obstore.put(self._store, f"raw/{name}", parts, chunk_size=_PIECE, max_concurrency=12)
         return _named("put", sample)
 

@@ -92,7 +92,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
 def _restored(checkpointer: ds.Checkpointer, saved: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> Sample:
     for tensor in live.values():
         tensor.zero_()
-    page_cache.drop(checkpointer.directory)
+    page_cache.drop(Path(checkpointer.directory))
     before = storage_nbytes()
     with stopwatch() as sample:
         checkpointer.restore([Rows(live, 0, 1)])

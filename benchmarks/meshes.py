@@ -65,7 +65,7 @@ class DataStates(Trees):
 
     def save(self, tree: Tree) -> tuple[Path, Callable[[], object]]:
         snapshot = self._checkpointer.snapshot([from_pytree("state", tree)], step=next(self._numbers))
-        return snapshot.path, snapshot.wait_committed
+        return Path(snapshot.path), snapshot.wait_committed
 
     def restore(self, path: Path, like: Tree) -> Tree:
         return ds.load(path, like={"state": like}, host_cache="512MiB")["state"]

@@ -92,12 +92,14 @@ class DcpWithS3torchconnector(_Dcp):
     def _writer(self, path: Path) -> StorageWriter:
         from s3torchconnector.dcp import S3StorageWriter
 
-        return self._told(S3StorageWriter(os.environ["AWS_REGION"], address(path)))
+        made: StorageWriter = self._told(S3StorageWriter(os.environ["AWS_REGION"], address(path)))
+        return made
 
     def _reader(self, path: Path) -> StorageReader:
         from s3torchconnector.dcp import S3StorageReader
 
-        return self._told(S3StorageReader(os.environ["AWS_REGION"], address(path)))
+        made: StorageReader = self._told(S3StorageReader(os.environ["AWS_REGION"], address(path)))
+        return made
 
     def _told(self, made: Any) -> Any:
         """A reader or a writer whose client knows the server."""

@@ -78,9 +78,8 @@ bool Outlet::take(Deadline deadline, std::unique_ptr<HandedBytes>& next) {
         next = std::make_unique<HandedBytes>(shared_from_this(), extents_.front());
         extents_.pop_front();
         --left_;
-    } else if (tail_) {
-        next = std::make_unique<HandedBytes>(shared_from_this(), std::move(*tail_));
-        tail_.reset();
+    } else if (auto tail = std::exchange(tail_, std::nullopt)) {
+        next = std::make_unique<HandedBytes>(shared_from_this(), std::move(*tail));
         ended_ = true;
     } else {
         next.reset();
