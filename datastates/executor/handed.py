@@ -74,7 +74,9 @@ def hand_over(store: Store, path: Location, nbytes: int, block: int, cache: int)
 def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, most_copied: int) -> None:
     try:
         with storage_errors("write", str(path)):
-            store.upload(path, map(partial(_piece, most_copied), outlet), nbytes)
+            sent = _Sent(most_copied, outlet)
+            store.upload(path, sent, nbytes)
+            _refuse_short(store, path, sent)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # what they hold of the memory
         if not isinstance(error, StorageError):
@@ -85,6 +87,30 @@ def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, m
         outlet.finish()
 
 
-def _piece(most_copied: int, piece: _native.HandedBytes) -> Buffer:
-    """Bytes that are handed over; of a short piece a copy, so that its block is free at once."""
-    return bytes(piece) if len(piece) <= most_copied else piece
+def _refuse_short(store: Store, path: Location, sent: _Sent) -> None:
+    """Raise StorageError unless a store has taken all pieces, and has made an object of their length."""
+    taken, found = sent.nbytes, store.length_if_there(path)
+    if any(True for _ in sent) or found != taken:
+        has = "is absent" if found is None else f"has {found} bytes"
+        text = f"write {path}: the store has taken {taken} bytes, not all, or lost some: the object {has}"
+        raise StorageError(0, "write", str(path), text)
+
+
+class _Sent:
+    """The pieces that are handed over; of a short one a copy, so that its block is free at once.
+
+    Attributes:
+        nbytes: The length of those that were taken.
+    """
+
+    def __init__(self, most_copied: int, outlet: _native.Outlet) -> None:
+        self.nbytes = 0
+        self._most_copied, self._outlet = most_copied, outlet
+
+    def __iter__(self) -> _Sent:
+        return self
+
+    def __next__(self) -> Buffer:
+        piece = next(self._outlet)
+        self.nbytes += len(piece)
+        return bytes(piece) if len(piece) <= self._most_copied else piece

@@ -252,20 +252,36 @@ def test_a_store_that_fails_lets_go_of_what_it_holds(monkeypatch: pytest.MonkeyP
         ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed()
 
 
-class Early(MemoryStore):
-    """Returns before it has taken all bytes."""
+class Short(MemoryStore):
+    """Makes an object of some pieces, and returns as if it had them all."""
 
-    taken = 0
+    def __init__(self, some: Callable[[Iterator[Any]], list[Any] | None]) -> None:
+        super().__init__()
+        self._some = some
 
     def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
-        self.create(path, b"".join(next(pieces) for _ in range(self.taken)))
+        if (some := self._some(pieces)) is not None:
+            self.create(path, b"".join(map(bytes, some)))
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_an_upload_that_ends_early_is_no_success(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+@pytest.mark.parametrize(
+    "some",
+    [
+        lambda pieces: [],
+        lambda pieces: [next(pieces)],
+        lambda pieces: [*map(bytes, pieces)][:-1],
+        lambda pieces: [*map(bytes, pieces)][1:],
+        lambda pieces: [bytes(next(pieces)) for _ in range(8 * 700_000 * 8 // BLOCK + 1)],
+        lambda pieces: None if [*map(len, pieces)] else [],
+    ],
+    ids=["none", "one", "without the last", "without the first", "not taking the last", "no object"],
+)
+def test_an_object_that_lacks_bytes_is_not_committed(
+    monkeypatch: pytest.MonkeyPatch, some: Callable[[Iterator[Any]], list[Any] | None]
+) -> None:
     monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
-    register("mem", store := Early())
-    store.taken = taken
-    with pytest.raises(StorageError, match=r"\.pt: not all of it was taken"):
-        ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed()
-    assert names(store) == []
+    register("mem", Short(some))
+    with pytest.raises(StorageError, match=r"the store has taken \d+ bytes, not all, or lost some: the object"):
+        ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed(60)
+    with pytest.raises(ds.errors.CheckpointNotFoundError):
+        ds.load(ROOT)
