@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from datastates.errors import StorageError, UncertainError
+from datastates.errors import StorageError, UncertainError, said, storage_errors
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
-DENIED = (errno.EACCES, errno.EPERM)
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST = 1 << 28
 
 
@@ -56,16 +56,20 @@ def decide(
     store, end, pause, asked = store_of(path), time.monotonic() + seconds, patience.pause, False
     while True:
         try:
-            store.create(path, data)
+            with storage_errors("create", str(path)):
+                store.create(path, data)
             return data
-        except StorageError as error:
-            if error.errno in DENIED and not asked:
+        except NotImplementedError as error:  # a store to read from
+            raise StorageError(errno.ENOSYS, "create", str(path)) from error
+        except Exception as error:  # a store that raises another error has not told, either
+            if isinstance(error, StorageError) and error.errno in DENIED and not asked:
                 raise
             asked, last = True, error
         if (found := _read(path)) is not None:
             return found
         if time.monotonic() >= end or not may():
-            raise UncertainError(last.errno or 0, last.operation, str(path), str(last)) from last
+            number = last.errno or 0 if isinstance(last, StorageError) else 0
+            raise UncertainError(number, "create", str(path), said(last) or type(last).__name__) from last
         time.sleep(pause)
         pause = min(2 * pause, patience.longest)
 
@@ -74,5 +78,5 @@ def _read(path: Location) -> bytes | None:
     """The bytes of an object; None if it is absent, or the store does not answer."""
     try:
         return store_of(path).read_all(path, _MOST)
-    except StorageError:
+    except Exception:  # as above
         return None

@@ -285,3 +285,71 @@ def test_an_object_that_lacks_bytes_is_not_committed(
         ds.snapshot([from_state_dict("model", state())], ROOT, **OPTIONS).wait_committed(60)
     with pytest.raises(ds.errors.CheckpointNotFoundError):
         ds.load(ROOT)
+
+
+class Odd(MemoryStore):
+    """Raises an error that is no StorageError at one call of a method, before or after it has done its work."""
+
+    def __init__(self, method: str, number: int, *, after: bool) -> None:
+        super().__init__()
+        self.left = -1
+
+        def call(path: Any, *given: Any) -> Any:
+            if isinstance(path, Location) and path.name.startswith(".saving-"):
+                return done(path, *given)
+            self.left -= 1
+            if self.left or after:
+                result = done(path, *given)
+                if self.left:
+                    return result
+            raise KeyError("odd")
+
+        done = getattr(self, method)
+        setattr(self, method, call)
+        self.begin = lambda: setattr(self, "left", number)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("method", ["look", "entries", "read", "create", "discard", "upload"])
+def test_errors_against_the_contract_do_not_tell_less_than_the_store_has(
+    monkeypatch: pytest.MonkeyPatch, method: str, number: int, after: bool
+) -> None:
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register("mem", store := Odd(method, number, after=after))
+    with ds.Checkpointer(ROOT, **OPTIONS, keep_last=1) as checkpointer:
+        checkpointer.snapshot([from_state_dict("model", state(1, 100))], step=1).wait_committed()
+        checkpointer.wait()
+        store.begin()
+        try:
+            taken = checkpointer.snapshot([from_state_dict("model", state(2, 100))], step=2)
+            taken.wait_committed()
+            step = 2
+        except (KeyError, StorageError):
+            step = 1
+        store.left = -1
+    assert equal(ds.load(ROOT)["model"], state(step, 100))
+
+
+class Unwritable(MemoryStore):
+    """Lets nobody make an object, once it is told so."""
+
+    error: Exception | None = None
+
+    def create(self, path: Location, data: bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        super().create(path, data)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "no"), OSError(errno.EROFS, "no"), NotImplementedError("create")]
+)
+def test_who_may_not_write_reads_at_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register("mem", store := Unwritable())
+    with ds.Checkpointer(ROOT, **OPTIONS) as checkpointer:
+        checkpointer.snapshot([from_state_dict("model", state(1, 100))], step=1).wait_committed()
+    store.error = error
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked again"))
+    assert equal(ds.load(ROOT)["model"], state(1, 100))
