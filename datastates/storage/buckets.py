@@ -40,6 +40,7 @@ _FEW = 3
 _LONGEST_NAME = 200
 _END = 4096
 """Last bytes of an object that tell whether it was made."""
+_BUCKET = re.compile(r"(?:\w+://|abfss?://[\w.$-]+@)[\w.-]+\Z", re.ASCII)
 _STATUS = re.compile(r"status code: \d+ [\w ]+|HTTP error: [\w :]+")
 _DENIED = re.compile(r"status code: 40[13]\b")
 _GARBLED = re.compile(r"body error|invalid list response")
@@ -206,6 +207,10 @@ class Buckets(Store):
                 0, "open", str(path), f"open {path}: a forked process cannot use its parent's connections: spawn it"
             )
         root = "/".join(str(path).split("/", 3)[:3])
+        if not _BUCKET.match(root):  # perhaps with credentials, which no error may show
+            text = f"open {path.scheme}: no bucket has this name. Give {path.scheme}://BUCKET/NAME: servers, ports and "
+            text += "credentials are taken from the environment"
+            raise StorageError(errno.EINVAL, "open", f"{path.scheme}:", text)
         with self._lock:
             if (client := self._clients.get((root, decides))) is None:
                 client = self._clients[root, decides] = importlib.import_module("obstore.store").from_url(

@@ -170,6 +170,24 @@ def test_a_name_that_not_every_store_keeps_is_refused(buckets: Buckets, run: str
     fails(errno.EINVAL, "not every store keeps the name", path, lambda: buckets.create(path, b""))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("s3://", "s3:/", "s3://key:canary@bucket/run", "s3://canary@bucket/run", "s3://bucket:80/run"),
+        *("gs://a canary/run", "az://bucket?sig=canary/run"),
+        *("abfss://a@key:canary@account.dfs.core.windows.net/run", "abfs://a@/run"),
+    ],
+)
+def test_an_address_without_the_name_of_a_bucket_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register(scheme_of(address), Buckets())
+    for call in (ds.load, ds.Checkpointer, lambda path: ds.snapshot([from_state_dict("m", {"a": 1})], path)):
+        with pytest.raises(StorageError, match=r"no bucket has this name\. Give [a-z0-9]+://BUCKET/NAME") as caught:
+            call(address)
+        assert "canary" not in f"{caught.value!r} {caught.value} {caught.value.filename}"
+
+
 def test_a_forked_process_is_refused(buckets: Buckets, run: str) -> None:
     path = Location(run)
     buckets.look(path)
