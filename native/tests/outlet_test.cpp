@@ -150,6 +150,23 @@ TEST(a_taker_that_leaves_early_fails_the_job) {
     }
 }
 
+TEST(an_abort_ends_a_file_that_lacks_its_end_alone) {
+    std::mt19937_64 random(7);
+    const auto executor = support::make_executor(kSetup, 4, kBlock);
+    const WriteCase written =
+        WriteCase::make({support::random_bytes(random, 1000)}, {1}, kBlock, 1000, random);
+    const auto outlet = std::make_shared<Outlet>("object");
+    const auto job = executor->submit_write(outlet, written.plan, written.buffers());
+    for (std::size_t i = 0; i < written.plan->extents().size(); ++i) {
+        std::unique_ptr<HandedBytes> taken;
+        CHECK(outlet->take({}, taken));
+    }
+    CHECK(job->wait_captured());
+    job->abort();
+    std::unique_ptr<HandedBytes> next;
+    CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(outlet->take({}, next)));
+}
+
 TEST(an_abort_waits_until_all_is_given_back) {
     std::mt19937_64 random(5);
     const auto executor = support::make_executor(kSetup, 2, kBlock);

@@ -20,6 +20,7 @@ import datastates as ds
 from datastates import _native
 from datastates.errors import SettingsError, StorageError
 from datastates.providers import from_state_dict
+from datastates.saving.running import Running
 from datastates.storage import Location, Traits, register, stores
 from datastates.testing import equal
 
@@ -353,3 +354,24 @@ def test_who_may_not_write_reads_at_once(monkeypatch: pytest.MonkeyPatch, error:
     store.error = error
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked again"))
     assert equal(ds.load(ROOT)["model"], state(1, 100))
+
+
+def test_an_upload_ends_with_its_failed_snapshot(store: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    came, ended = threading.Event(), threading.Event()
+
+    def upload(path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
+        try:
+            for _ in pieces:
+                came.set()
+        finally:
+            ended.set()
+
+    def fail(running: Running) -> None:
+        assert came.wait(60)  # all bytes but the end have gone up
+        raise StorageError(errno.EIO, "write", "x")
+
+    monkeypatch.setattr(store, "upload", upload)
+    monkeypatch.setattr(Running, "_write", fail)
+    with pytest.raises(StorageError, match="x"):
+        ds.snapshot([from_state_dict("model", {"w": np.zeros(10)})], ROOT, **OPTIONS).wait_committed()
+    assert ended.wait(60)

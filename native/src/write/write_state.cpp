@@ -294,6 +294,7 @@ void WriteState::finish(std::span<const std::byte> tail) {
 }
 
 void WriteState::abandon() {
+    if (created() && outlet_) outlet_->drop();  // a quiescent job may still owe its end
     const std::scoped_lock lock(finish_mutex_, mutex_);
     if (closed_) return;
     closed_ = true;
