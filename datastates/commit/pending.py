@@ -135,7 +135,8 @@ class Pending(Uncommitted):
 
     def _refuse_lost(self, path: Location, others: Iterable[str]) -> None:
         """Raise StorageError if a file is not in the renamed directory."""
-        if lost := {*others, *(file.name for file in self.files)}.difference(folders_of(path).names(path)):
+        lost = {*others, *(file.name for file in self.files)}.difference(folders_of(path).names(path))
+        if lost and folders_of(path).exists(path):  # else a newer checkpoint's retention has just deleted it
             names = ", ".join(sorted(lost)[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
             text = f"rename {path}: the renamed folder lacks {names}: its file system loses what it was told to sync. "
             raise StorageError(errno.EIO, "rename", str(path), f"{text}Save to another one")

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from datastates.commit.tiers import tier_of
 from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
+from datastates.storage.local import LocalStore
 
 OPTIONS = {"host_cache": "2MiB", "block": "1MiB"}
 DAY = 24 * 3600
@@ -213,6 +215,23 @@ def test_a_deletion_of_this_process_is_no_debris(tmp_path: Path, caplog: pytest.
             other.snapshot(providers(3), step=3).wait_committed()
         go_on.set()
     assert "debris" not in caplog.text
+
+
+def test_what_is_deleted_during_its_commit_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = Location(tmp_path / "step-00000001"), LocalStore.names
+
+    def names(store: LocalStore, folder: Location, **options: Any) -> list[str]:
+        if folder == path and store.exists(path / "manifest.json"):
+            assert directory_tier.DirectoryTier(path.parent).remove(path)  # as of a snapshot that was taken later
+            return []
+        return real(store, folder, **options)
+
+    monkeypatch.setattr(LocalStore, "names", names)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        taken = ckpt.snapshot(providers(1), step=1)
+        taken.wait_committed()
+    assert taken.path == tmp_path / "step-00000001"
+    assert not taken.path.exists()
 
 
 def test_whether_a_process_is_gone() -> None:
