@@ -15,10 +15,6 @@ from datastates.errors import StorageError, said, storage_errors
 from datastates.storage.location import Location
 from datastates.storage.objects import Store
 
-_MOST_UPLOADS = 32
-"""Largest number of objects that are uploaded at a time."""
-_uploads = Workers("datastates-upload", _MOST_UPLOADS)
-
 
 class Handed:
     """An object of a store that the native core reads. Thread-safe.
@@ -67,7 +63,10 @@ def hand_over(store: Store, path: Location, nbytes: int, block: int, cache: int)
     # a part of an upload lies in up to three blocks, of which none may be small; and a fourth one must come free.
     # Stores take some thousand parts, so a long object has long ones
     is_small = cache < max(4 * block, 4 * piece, nbytes // 1000)
-    _uploads.do(partial(_upload, store, path, outlet, nbytes, block if is_small else min(block, piece) // 2))
+    most_copied = block if is_small else min(block, piece) // 2
+    upload = Workers("datastates-upload", 1)
+    upload.do(partial(_upload, store, path, outlet, nbytes, most_copied))
+    upload.stop()
     return outlet
 
 

@@ -32,18 +32,18 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     "one tensor": {
         "snapshot": {
             "_base": 12, "checkpointer": 3, "commit": 5, "executor": 3, "native": 2,
-            "others calls": 794, "others files": 70, "others native": 43, "providers": 16, "ranks": 4,
+            "others calls": 878, "others files": 70, "others native": 43, "providers": 16, "ranks": 4,
             "saving": 47, "schedule": 2, "state": 25, "storage": 2,
         },
         "restore": {
-            "_base": 109, "checkpointer": 5, "commit": 37, "container": 153, "errors": 30,
-            "executor": 110, "files": 25, "native": 15, "planning": 48, "providers": 28, "ranks": 11,
-            "reading": 110, "restoring": 140, "saving": 5, "state": 235, "storage": 109,
+            "_base": 70, "checkpointer": 3, "commit": 31, "container": 169, "errors": 24,
+            "executor": 111, "files": 18, "native": 15, "planning": 47, "providers": 24, "ranks": 8,
+            "reading": 101, "restoring": 131, "saving": 6, "state": 224, "storage": 100,
         },
         "load": {
-            "_base": 104, "api": 1, "commit": 48, "config": 8, "container": 156, "errors": 61,
-            "executor": 13, "files": 35, "formats": 16, "native": 13, "planning": 48, "reading": 102, "state": 159,
-            "storage": 177,
+            "_base": 108, "api": 1, "commit": 40, "config": 8, "container": 171, "errors": 34,
+            "executor": 14, "files": 20, "formats": 20, "native": 13, "planning": 47, "reading": 109, "state": 162,
+            "storage": 127,
         },
     },
     "400 tensors, from_stateful": {
@@ -58,9 +58,9 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 528, "restoring": 1106, "saving": 5, "state": 7940, "storage": 124,
         },
         "load": {
-            "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
-            "executor": 13, "files": 38, "formats": 16, "native": 15, "planning": 49, "reading": 4897,
-            "state": 7538, "storage": 185,
+            "_base": 908, "api": 1, "commit": 40, "config": 8, "container": 2193, "errors": 44,
+            "executor": 14, "files": 26, "formats": 20, "native": 16, "planning": 47, "reading": 4106,
+            "state": 7141, "storage": 143,
         },
     },
     "400 tensors, from_state_dict of functions": {
@@ -70,9 +70,9 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "saving": 52, "schedule": 2, "state": 46, "storage": 2,
         },
         "load": {
-            "_base": 895, "api": 1, "commit": 48, "config": 8, "container": 2179, "errors": 68,
-            "executor": 13, "files": 38, "formats": 16, "native": 15, "planning": 49, "reading": 4897,
-            "state": 7538, "storage": 185,
+            "_base": 908, "api": 1, "commit": 40, "config": 8, "container": 2193, "errors": 44,
+            "executor": 14, "files": 26, "formats": 20, "native": 16, "planning": 47, "reading": 4106,
+            "state": 7141, "storage": 143,
         },
     },
     "100 nested NumPy arrays": {
@@ -87,9 +87,9 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 721, "restoring": 630, "saving": 5, "state": 7329, "storage": 109,
         },
         "load": {
-            "_base": 295, "api": 1, "commit": 48, "config": 8, "container": 656, "errors": 61,
-            "executor": 13, "files": 35, "formats": 16, "native": 13, "planning": 48, "reading": 1290,
-            "state": 2442, "storage": 177,
+            "_base": 306, "api": 1, "commit": 40, "config": 8, "container": 671, "errors": 34,
+            "executor": 14, "files": 20, "formats": 20, "native": 13, "planning": 47, "reading": 1099,
+            "state": 2346, "storage": 127,
         },
     },
 }
