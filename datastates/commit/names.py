@@ -20,6 +20,8 @@ STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+)|\.([0-9a-f]{8}))?\Z")
 """Matches the name of a checkpoint: its step, and its revision in a directory, or its attempt in a store of objects."""
 BESIDE = re.compile(r"(step-[0-9]{8,18}\.[0-9a-f]{8})\.(ended|hold\.[0-9a-f]{16})\Z")
 """Matches what lies beside a checkpoint in a store of objects: the mark of its deletion, or a reader's hold."""
+PASSING = re.compile(r"\.(?:now|trial)-[0-9a-f]{16}\Z")
+"""Matches what a process makes for a moment only, in a store of objects."""
 OF_ATTEMPT = re.compile(r"(?:rank-[0-9]{5,}|catalog)\.[0-9a-f]{8}\.[a-z]+\Z")
 """Matches the files of an attempt, besides its manifest, in a store of objects."""
 SAVING = re.compile(r"\.saving-([0-9]{1,18})\Z")

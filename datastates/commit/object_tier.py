@@ -23,7 +23,7 @@ from datastates._base.tasks import each
 from datastates.commit import manifest, object_opening
 from datastates.commit.decision import DENIED, Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
-from datastates.commit.names import BESIDE, OF_ATTEMPT, STEP
+from datastates.commit.names import BESIDE, OF_ATTEMPT, PASSING, STEP
 from datastates.commit.object_opening import ObjectOpening
 from datastates.commit.object_pending import ObjectPending
 from datastates.commit.tier import Committed, Tier
@@ -226,14 +226,16 @@ class ObjectTier(Tier):
         return not self._is_held(name, names, lambda: newest)  # else a later call deletes it
 
     def _deletions(self, names: Mapping[str, Entry], now: int) -> tuple[list[Location], list[Location]]:
-        """Of the deletions in a list of the place: what nobody holds any more, and the marks and holds that must go.
+        """Of the deletions in a list of the place: what nobody holds any more, and other objects that must go.
 
         ``now`` is a time before the list: what is absent there behind an old mark does not come any more.
         """
         ended, outlived = [], []
         for name in sorted(names):
             match, age = BESIDE.match(name), now - names[name].changed
-            if match is not None and match[2] != "ended":
+            if PASSING.match(name):
+                outlived += [self.root / name] if age > SWEEP else []
+            elif match is not None and match[2] != "ended":
                 outlived += [self.root / name] if age > HOLD else []
             elif match is not None and match[1] not in names:
                 outlived += [self.root / name] if age > KEPT else []

@@ -26,7 +26,7 @@ def refuse_overwriting(root: Location) -> None:
     if root in _kept.setdefault(store, set()):
         return
     for _ in range(_TRIES):
-        key = root / f".trial-{secrets.token_hex(8)}" / "key"
+        key = root / f".trial-{secrets.token_hex(8)}"
         try:
             if (what := _broken(store, key)) is None:
                 continue

@@ -70,9 +70,9 @@ class Opening(ABC):
         """Raise FencedError, now and later: a newer run has written the ``record``."""
         who = f"process {record.get('pid', 'unknown')} on host {record.get('host', 'unknown')}"
         self._fence = (
-            f"a newer run saves in {self.root}: {who}, which opened the directory at "
+            f"a newer run saves in {self.root}: {who}, which opened it at "
             f"{record.get('opened', 'an unknown time')}. This run neither commits nor deletes there any more. "
-            "Start it again to go on from the newest checkpoint, or give each run a directory of its own. Ranks of "
+            "Start it again to go on from the newest checkpoint, or give each run a place of its own. Ranks of "
             "one job that do not know of each other need init_process_group() first, or rank= and world_size="
         )
         raise FencedError(self._fence)

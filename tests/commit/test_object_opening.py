@@ -71,7 +71,7 @@ class Overwriting(AgedStore):
 
 class Unlisted(AgedStore):
     def entries(self, folder: Location, *, deep: bool = False) -> dict[str, ds.storage.Entry]:
-        return {name: entry for name, entry in super().entries(folder, deep=deep).items() if name != "key"}
+        return {name: entry for name, entry in super().entries(folder, deep=deep).items() if ".trial-" not in name}
 
 
 class Unclear(AgedStore):

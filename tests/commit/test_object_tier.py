@@ -93,6 +93,16 @@ def test_a_users_own_name_is_not_changed(tier: ObjectTier, store: Answers) -> No
 # --- reading and deleting
 
 
+def test_what_killed_looks_have_left_goes_after_a_day(tier: ObjectTier, store: Answers) -> None:
+    for name in (".now-0123456789abcdef", ".trial-0123456789abcdef"):
+        store.create(ROOT / name, b"")
+    tier.sweep()
+    assert len(there(store)) == 2
+    store.age(DAY + 1)
+    tier.sweep()
+    assert there(store) == []
+
+
 def test_a_hold_lasts_as_long_as_a_read(tier: ObjectTier, store: Answers) -> None:
     path = commit(tier)
     with tier.protect(path), tier.protect(path):  # several ranks have one each
