@@ -142,8 +142,8 @@ azurite: $(AZURITE) ## Install Azure's server for tests where npm is there; its 
 
 $(AZURITE):
 	mkdir -p build/azurite
-	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.35.0 \
-	    || echo 'azurite: npm did not install it'
+	! command -v npm >/dev/null || timeout 90 npm install --silent --no-audit --no-fund --prefix build/azurite \
+	    azurite@3.35.0 || echo 'azurite: npm did not install it within 90 s, and its tests are skipped'
 
 # The core's tests; planning is left out, as it is pure. The header of the output says what needs a framework.
 NUMPY_TESTS := $(addprefix tests/,base storage state container commit executor ranks saving schedule reading restoring api cli exporting golden demo \
