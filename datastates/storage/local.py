@@ -22,6 +22,8 @@ from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, sett
 from datastates.storage.location import Location, PathLike
 from datastates.storage.objects import ABSENT, Entry, Traits
 
+_TRIES = 8
+"""Tries to make a folder that other processes make and delete meanwhile."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
@@ -184,14 +186,19 @@ class LocalStore(Folders):
     @override
     def add_folder(self, path: Location, *, exist_ok: bool = False) -> None:
         with self._call("mkdir", path):
-            try:
-                os.mkdir(path)
-            except OSError as error:  # of a folder that is there, a file system may report another one than EEXIST
-                found = self.look(path, follow=False) if exist_ok else None
-                if found is None:
-                    raise
-                if found.kind != "folder" and not os.path.isdir(path):
-                    raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+            for left in reversed(range(_TRIES)):
+                try:
+                    os.mkdir(path)
+                    return
+                except OSError as error:  # of a folder that is there, a file system may report another one than EEXIST
+                    found = self.look(path, follow=False) if exist_ok else None
+                    if found is None:
+                        if exist_ok and error.errno == errno.EEXIST and left:
+                            continue  # another process has just deleted it
+                        raise
+                    if found.kind != "folder" and not os.path.isdir(path):
+                        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+                    return
 
     @override
     def sync_folder(self, path: Location) -> None:

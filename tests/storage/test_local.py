@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,23 @@ def test_another_rank_makes_the_directory_first(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(faults, "hit", hit)
     store_of(tmp_path).make_folder(tmp_path / "a" / "b")
     assert made == [str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
+def test_another_rank_deletes_the_directory_that_was_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, tried = os.mkdir, list[str]()
+
+    def mkdir(path: Any, *mode: int) -> None:
+        tried.append(os.fspath(path))
+        if len(tried) == 1:  # another rank's is there, and is gone before it is looked at
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        real(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store_of(tmp_path).add_folder(tmp_path / "a", exist_ok=True)
+    assert tried == [str(tmp_path / "a")] * 2
+    assert (tmp_path / "a").is_dir()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -34,19 +34,13 @@ Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Check that no test leaves a fault, a thread, or a snapshot that an optimizer would wait for."""
-
-    def running() -> set[threading.Thread]:
-        # threads that upload serve the whole process
-        every = (t for t in threading.enumerate() if t.name.startswith(("datastates-", "Async")))
-        return {t for t in every if not t.name.startswith("datastates-upload")}
-
-    before = running()
+    before = set(threading.enumerate())
     yield
     _native.clear_faults()
     faults.clear()
     gate.pass_all()
     end = time.monotonic() + 10
-    while left := running() - before:
+    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith(("datastates-", "Async"))]:
         assert time.monotonic() < end, f"still there: {left}"
         gc.collect()  # an error's frames may keep a writer alive, and the writer keeps its idle threads
         time.sleep(0.02)
