@@ -15,7 +15,7 @@ from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
-from datastates.executor.handed import Handed, hand_over
+from datastates.executor.handed import Handed, Uploads
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
@@ -70,9 +70,9 @@ class Executor:
             host_cache: Limit of the host cache in bytes; at least two blocks.
         """
         self.block = int(settings.block)
-        self.cache = host_cache // self.block * self.block
+        cache = host_cache // self.block * self.block
         self._options: dict[str, Any] = {
-            "cache_bytes": self.cache,
+            "cache_bytes": cache,
             "block_bytes": self.block,
             "queue_depth": settings.queue_depth,
             "backend": settings.io_backend,
@@ -80,6 +80,7 @@ class Executor:
             "io_threads": settings.io_threads,
             "device_cache_bytes": settings.device_cache,
         }
+        self._uploads = Uploads(self.block, cache)
         self._closed = False
         self._native: _native.Executor | None = _native.Executor(**self._options)
         _live.add(self)
@@ -141,7 +142,7 @@ class Executor:
         store = store_of(path)
         if store.traits.has_files:
             return _opened(path)
-        return hand_over(store, path, prepared.file_length, self.block, self.cache)
+        return self._uploads.begin(store, path, prepared.file_length)
 
     def submit_read(
         self,
@@ -177,6 +178,7 @@ class Executor:
         if self._native is not None:
             self._native.close()
             self._native = None
+        self._uploads.close()
 
 
 def columns(buffers: Sequence[Buffer]) -> Columns:

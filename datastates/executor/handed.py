@@ -15,6 +15,9 @@ from datastates.errors import StorageError, said, storage_errors
 from datastates.storage.location import Location
 from datastates.storage.objects import Store
 
+_MOST = 1024
+"""Most objects that are made at a time: one that waited for others could keep them waiting for blocks of the cache."""
+
 
 class Handed:
     """An object of a store that the native core reads. Thread-safe.
@@ -43,31 +46,41 @@ class Handed:
             raise
 
 
-def hand_over(store: Store, path: Location, nbytes: int, block: int, cache: int) -> _native.Outlet:
-    """Begin to make an object of a write job's bytes, on a thread; returns what the job hands them over by.
+class Uploads:
+    """Makes objects of stores of what write jobs hand over, each on a thread. Thread-safe.
 
-    The store gets them as they lie in the blocks of the host cache, which are free again once it has let go of them.
-
-    Args:
-        store: The store of the object.
-        path: The object, which must not exist.
-        nbytes: Bytes of the arrays in it.
-        block: Length of a block in bytes.
-        cache: Length of the host cache in bytes.
-
-    Raises:
-        ThreadStartError: There is no thread for it.
+    A store gets the bytes as they lie in the blocks of the host cache, which are free again once it has let go of them.
     """
-    outlet = _native.Outlet(os.fsencode(str(path)))
-    piece = store.traits.best_piece
-    # a part of an upload lies in up to three blocks, of which none may be small; and a fourth one must come free.
-    # Stores take some thousand parts, so a long object has long ones
-    is_small = cache < max(4 * block, 4 * piece, nbytes // 1000)
-    most_copied = block if is_small else min(block, piece) // 2
-    upload = Workers("datastates-upload", 1)
-    upload.do(partial(_upload, store, path, outlet, nbytes, most_copied))
-    upload.stop()
-    return outlet
+
+    def __init__(self, block: int, cache: int) -> None:
+        """Begin without threads. ``block`` and ``cache`` are the lengths of a block and of the host cache, in bytes."""
+        self._block, self._cache = block, cache
+        self._workers = Workers("datastates-upload", _MOST)
+
+    def begin(self, store: Store, path: Location, nbytes: int) -> _native.Outlet:
+        """Begin to make an object; returns what the job hands its bytes over by.
+
+        Args:
+            store: The store of the object.
+            path: The object, which must not exist.
+            nbytes: Bytes of the arrays in it.
+
+        Raises:
+            ThreadStartError: There is no thread for it.
+        """
+        outlet = _native.Outlet(os.fsencode(str(path)))
+        piece = store.traits.best_piece
+        # a part of an upload lies in up to three blocks, of which none may be small; and a fourth one must come free.
+        # Stores take some thousand parts, so a long object has long ones
+        is_small = self._cache < max(4 * self._block, 4 * piece, nbytes // 1000)
+        most_copied = self._block if is_small else min(self._block, piece) // 2
+        self._workers.do(partial(_upload, store, path, outlet, nbytes, most_copied))
+        return outlet
+
+    def close(self) -> None:
+        """Wait until all are made or have failed, and free the threads. Idempotent."""
+        self._workers.stop()
+        self._workers.join()
 
 
 def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, most_copied: int) -> None:
@@ -75,7 +88,7 @@ def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, m
         with storage_errors("write", str(path)):
             sent = _Sent(most_copied, outlet)
             store.upload(path, sent, nbytes)
-            _refuse_short(store, path, sent)
+            _refuse_short(store, path, sent.nbytes)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # what they hold of the memory
         if not isinstance(error, StorageError):
@@ -86,13 +99,11 @@ def _upload(store: Store, path: Location, outlet: _native.Outlet, nbytes: int, m
         outlet.finish()
 
 
-def _refuse_short(store: Store, path: Location, sent: _Sent) -> None:
-    """Raise StorageError unless a store has taken all pieces, and has made an object of their length."""
-    taken, found = sent.nbytes, store.length_if_there(path)
-    if any(True for _ in sent) or found != taken:
-        has = "is absent" if found is None else f"has {found} bytes"
-        text = f"write {path}: the store has taken {taken} bytes, not all, or lost some: the object {has}"
-        raise StorageError(0, "write", str(path), text)
+def _refuse_short(store: Store, path: Location, nbytes: int) -> None:
+    """Raise StorageError unless an object has the length of what its store was given."""
+    if (found := store.length_if_there(path)) != nbytes:
+        has = "it is absent" if found is None else f"it has {found}"
+        raise StorageError(0, "write", str(path), f"write {path}: the store was given {nbytes} bytes, and {has}")
 
 
 class _Sent:

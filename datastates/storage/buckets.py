@@ -38,8 +38,6 @@ _MOST_PARTS = 9000
 _FEW = 3
 """From so many objects of a folder on, their lengths are taken from a list of the folder."""
 _LONGEST_NAME = 200
-_END = 4096
-"""Last bytes of an object that tell whether it was made."""
 _BUCKET = re.compile(r"(?:\w+://|abfss?://[\w.$-]+@)[\w.-]+\Z", re.ASCII)
 _STATUS = re.compile(r"status code: \d+ [\w ]+|HTTP error: [\w :]+")
 _DENIED = re.compile(r"status code: 40[13]\b")
@@ -188,10 +186,8 @@ class Buckets(Store):
                 raise
 
     def _is_there(self, path: Location, counted: _Counted) -> bool:
-        """Whether all bytes have been sent, and an object of their length ends as they do."""
-        if not counted.ended or self.length_if_there(path) != counted.nbytes:
-            return False
-        return self._range(path, counted.nbytes - len(counted.end), len(counted.end)) == counted.end
+        """Whether all bytes have been sent, and an object has their length: only they are ever put there."""
+        return counted.ended and self.length_if_there(path) == counted.nbytes
 
     @override
     def discard(self, paths: Sequence[Location]) -> None:
@@ -252,13 +248,12 @@ class _Counted:
 
     Attributes:
         nbytes: Their length.
-        end: Their last bytes.
         ended: Whether there are no more.
     """
 
     def __init__(self, pieces: Iterator[Buffer]) -> None:
         self._pieces = pieces
-        self.nbytes, self.end, self.ended = 0, b"", False
+        self.nbytes, self.ended = 0, False
 
     def __iter__(self) -> _Counted:
         return self
@@ -269,9 +264,7 @@ class _Counted:
         except StopIteration:
             self.ended = True
             raise
-        view = memoryview(piece)
-        self.nbytes += view.nbytes
-        self.end = bytes(view[-_END:]) or self.end
+        self.nbytes += memoryview(piece).nbytes
         return piece
 
 
