@@ -31,9 +31,9 @@ from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 from datastates.storage import store_of
+from datastates.storage.in_pieces import in_pieces
 from datastates.storage.location import Location
 from datastates.storage.objects import AT_ONCE
-from datastates.storage.sweep import swept
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -178,7 +178,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
     begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
     plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
     digester = digests.digester(plan.runs)
-    read = swept(source.path, [(offset, length) for offset, length, _ in parts])
+    read = in_pieces(source.path, [(offset, length) for offset, length, _ in parts])
     for (offset, length, number), data in zip(parts, read, strict=True):
         progress(length)
         if number < 0:

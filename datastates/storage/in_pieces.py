@@ -1,4 +1,4 @@
-"""Reads a whole object, several pieces of it at a time."""
+"""Reads most of an object, several pieces of it at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AT_ONCE = 8
 """Pieces that are asked for at once, and kept."""
 
 
-def swept(path: Location, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+def in_pieces(path: Location, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
     """Yield the bytes of each range of an object: an offset and a length. They ascend, and leave little out.
 
     Each request is for as many ranges as the store's best piece holds.

@@ -137,15 +137,6 @@ class Store(ABC):
         """As :meth:`length_if_there`, of many objects at once."""
         return each(self.length_if_there, paths, AT_ONCE)  # on shared storage each call takes long
 
-    def now(self, path: Location) -> int:
-        """The time by the store's clock, as :attr:`Entry.changed`. An object is made at ``path``, and removed."""
-        self.create(path, b"now")
-        found = self.look(path)
-        self.discard([path])
-        if found is None:
-            raise absent("stat", path)
-        return found.changed
-
     # --- reading
 
     @abstractmethod
