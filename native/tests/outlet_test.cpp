@@ -2,6 +2,7 @@
 /// back.
 #include <atomic>
 #include <list>
+#include <stdexcept>
 #include <thread>
 
 #include "check.hpp"
@@ -35,6 +36,36 @@ Bytes take_all(Outlet& outlet, std::size_t held) {
     return taken;
 }
 
+/// A job of one source that is handed over.
+struct Handing {
+    Handing(std::size_t blocks, std::size_t nbytes, bool eager)
+        : executor(support::make_executor(kSetup, blocks, kBlock)),
+          written(WriteCase::make({support::random_bytes(random, nbytes)}, {eager}, kBlock, 1000,
+                                  random)) {}
+
+    std::unique_ptr<WriteJob> submit() const {
+        return executor->submit_write(outlet, written.plan, written.buffers());
+    }
+    std::unique_ptr<HandedBytes> take() const {
+        std::unique_ptr<HandedBytes> next;
+        CHECK(outlet->take({}, next));
+        return next;
+    }
+    static Error failure_of(WriteJob& job) {
+        try {
+            job.finish({});
+        } catch (const Error& error) {
+            return error;
+        }
+        throw std::runtime_error("the job has not failed");
+    }
+
+    std::mt19937_64 random{2};
+    std::shared_ptr<Executor> executor;
+    WriteCase written;
+    std::shared_ptr<Outlet> outlet = std::make_shared<Outlet>("object");
+};
+
 }  // namespace
 
 TEST(bytes_come_in_order_with_every_cache_size) {
@@ -65,129 +96,82 @@ TEST(bytes_come_in_order_with_every_cache_size) {
 }
 
 TEST(a_file_is_handed_over_later) {
-    std::mt19937_64 random(2);
-    const auto executor = support::make_executor(kSetup, 4, kBlock);
-    const WriteCase written =
-        WriteCase::make({support::random_bytes(random, 1000)}, {1}, kBlock, 1000, random);
-    const auto job = executor->submit_write({}, written.plan, written.buffers());
+    const Handing a(4, 1000, true);
+    const auto job = a.executor->submit_write({}, a.written.plan, a.written.buffers());
     CHECK(!job->made());
-    const auto outlet = std::make_shared<Outlet>("object");
-    job->create(outlet);
+    job->create(a.outlet);
     CHECK(job->made());
     std::thread finisher([&] { job->finish({}); });
-    CHECK(take_all(*outlet, 0) == written.expected);
+    CHECK(take_all(*a.outlet, 0) == a.written.expected);
     finisher.join();
 }
 
 TEST(it_is_not_written_before_all_is_given_back) {
-    std::mt19937_64 random(3);
-    const auto executor = support::make_executor(kSetup, 4, kBlock);
-    const WriteCase written =
-        WriteCase::make({support::random_bytes(random, 1000)}, {1}, kBlock, 1000, random);
-    const auto outlet = std::make_shared<Outlet>("object");
-    const auto job = executor->submit_write(outlet, written.plan, written.buffers());
-    std::unique_ptr<HandedBytes> held;
-    std::unique_ptr<HandedBytes> tail;
-    CHECK(outlet->take({}, held));
+    const Handing a(4, 1000, true);
+    const auto job = a.submit();
+    auto held = a.take();
     CHECK(job->wait_captured());
     job->hand_end({});
-    CHECK(outlet->take({}, tail));
-    outlet->finish();
+    const auto tail = a.take();
+    a.outlet->finish();
     CHECK(!job->written());
     held.reset();
     CHECK(job->wait_written());
 }
 
 TEST(a_failure_of_the_taker_fails_the_job) {
-    std::mt19937_64 random(4);
     const Error error(ErrorCode::io, EACCES, "write", "object", "write object: denied");
     for (const bool early : {true, false}) {
-        const auto executor = support::make_executor(kSetup, 2, kBlock);
-        const WriteCase written =
-            WriteCase::make({support::random_bytes(random, 8 * kBlock)}, {0}, kBlock, 1000, random);
-        const auto outlet = std::make_shared<Outlet>("object");
-        if (early) outlet->fail(error);
-        const auto job = executor->submit_write(outlet, written.plan, written.buffers());
+        const Handing a(2, 8 * kBlock, false);
+        if (early) a.outlet->fail(error);
+        const auto job = a.submit();
         if (!early) {
-            std::unique_ptr<HandedBytes> held;
-            CHECK(outlet->take({}, held));
-            outlet->fail(error);
+            const auto held = a.take();
+            a.outlet->fail(error);
         }
-        try {
-            job->finish({});
-            CHECK(false);
-        } catch (const Error& caught) {
-            CHECK_EQ(caught.error_number(), EACCES);
-            CHECK_EQ(caught.path(), std::string("object"));
-        }
-        std::unique_ptr<HandedBytes> next;
-        CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(outlet->take({}, next)));
+        const Error failure = Handing::failure_of(*job);
+        CHECK_EQ(failure.error_number(), EACCES);
+        CHECK_EQ(failure.path(), std::string("object"));
+        CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(a.take()));
         job->abort();
     }
 }
 
 TEST(a_taker_that_leaves_early_fails_the_job) {
-    std::mt19937_64 random(6);
     for (const int takes : {-1, 0, 1, 3}) {
-        const auto executor = support::make_executor(kSetup, 8, kBlock);
-        const WriteCase written =
-            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 1000, random);
-        const auto outlet = std::make_shared<Outlet>("object");
-        if (takes < 0) outlet->finish();
-        const auto job = executor->submit_write(outlet, written.plan, written.buffers());
-        for (int i = 0; i < takes; ++i) {
-            std::unique_ptr<HandedBytes> taken;
-            CHECK(outlet->take({}, taken));
-        }
-        outlet->finish();
-        try {
-            job->finish({});
-            CHECK(false);
-        } catch (const Error& caught) {
-            CHECK(caught.code() == ErrorCode::io);
-            CHECK(std::string(caught.what()).find("not all of it was taken") != std::string::npos);
-        }
+        const Handing a(8, 2 * kBlock, false);
+        if (takes < 0) a.outlet->finish();
+        const auto job = a.submit();
+        for (int i = 0; i < takes; ++i) static_cast<void>(a.take());
+        a.outlet->finish();
+        const Error failure = Handing::failure_of(*job);
+        CHECK(failure.code() == ErrorCode::io);
+        CHECK(std::string(failure.what()).ends_with("not all of it was taken"));
     }
 }
 
 TEST(an_abort_ends_a_file_that_lacks_its_end_alone) {
-    std::mt19937_64 random(7);
-    const auto executor = support::make_executor(kSetup, 4, kBlock);
-    const WriteCase written =
-        WriteCase::make({support::random_bytes(random, 1000)}, {1}, kBlock, 1000, random);
-    const auto outlet = std::make_shared<Outlet>("object");
-    const auto job = executor->submit_write(outlet, written.plan, written.buffers());
-    for (std::size_t i = 0; i < written.plan->extents().size(); ++i) {
-        std::unique_ptr<HandedBytes> taken;
-        CHECK(outlet->take({}, taken));
-    }
+    const Handing a(4, 1000, true);
+    const auto job = a.submit();
+    for (std::size_t i = 0; i < a.written.plan->extents().size(); ++i) static_cast<void>(a.take());
     CHECK(job->wait_captured());
     job->abort();
-    std::unique_ptr<HandedBytes> next;
-    CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(outlet->take({}, next)));
+    CHECK_THROWS(ErrorCode::cancelled, static_cast<void>(a.take()));
 }
 
 TEST(an_abort_waits_until_all_is_given_back) {
-    std::mt19937_64 random(5);
-    const auto executor = support::make_executor(kSetup, 2, kBlock);
-    const WriteCase written =
-        WriteCase::make({support::random_bytes(random, 8 * kBlock)}, {0}, kBlock, 1000, random);
-    const auto outlet = std::make_shared<Outlet>("object");
-    const auto job = executor->submit_write(outlet, written.plan, written.buffers());
-    std::unique_ptr<HandedBytes> held;
-    CHECK(outlet->take({}, held));
+    const Handing a(2, 8 * kBlock, false);
+    const auto job = a.submit();
+    auto held = a.take();
     std::atomic<bool> ended = false;
     std::thread aborter([&] {
         job->abort();
         ended = true;
     });
-    std::unique_ptr<HandedBytes> next;
-    try {
-        while (outlet->take({}, next)) next.reset();
-        CHECK(false);
-    } catch (const Error& caught) {
-        CHECK(caught.code() == ErrorCode::cancelled);
-    }
+    const auto take_on = [&] {
+        for (;;) static_cast<void>(a.take());
+    };
+    CHECK_THROWS(ErrorCode::cancelled, take_on());
     CHECK(!ended);
     held.reset();
     aborter.join();

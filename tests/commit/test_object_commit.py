@@ -71,7 +71,7 @@ def test_what_is_given_up_never_appears(tier: ObjectTier, store: Answers) -> Non
         manifest.open(begun.path(""))
 
 
-def test_a_create_that_comes_late_commits(tier: ObjectTier, store: Answers) -> None:
+def test_a_create_that_comes_late_commits(tier: ObjectTier, store: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = write(tier)
     wanted = made(tier, begun)
     tier.patience = SHORT._replace(commit=0)
@@ -84,7 +84,7 @@ def test_a_create_that_comes_late_commits(tier: ObjectTier, store: Answers) -> N
             AgedStore.create(store, path, tries[0])  # the first one, by a slow way
         real(path, data)
 
-    store.create = create  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "create", create)
     assert begun.commit(wanted) == newest.find(newest.Given(ObjectTier(ROOT)))
 
 
