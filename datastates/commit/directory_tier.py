@@ -79,15 +79,16 @@ class DirectoryTier(Tier):
             if self.is_link(entry):
                 _warn_of_link(entry)
             return None
+        facts = manifest.Facts()
         try:
-            sequence, attempt = manifest.facts_of(entry, file.version)
+            with contextlib.suppress(FormatError):  # reported to whoever opens it, as other errors are
+                facts = manifest.facts_of(entry, file.version)
         except CheckpointNotFoundError:  # another process has just deleted it
             return None
         except StorageError:
             if certain:
                 raise
-            sequence, attempt = None, ""  # reported to whoever opens it
-        return Committed(sequence, int(match[1]), int(match[2] or 0), attempt, entry, 0)
+        return Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, entry, 0)
 
     @override
     def is_link(self, path: Location) -> bool:

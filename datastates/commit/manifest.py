@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Hashable, Mapping
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -197,15 +197,24 @@ def open(path: Location) -> Manifest:
     return decode(data, str(file))
 
 
+class Facts(NamedTuple):
+    """What a list of checkpoints needs of a manifest. The defaults stand for one that is unreadable."""
+
+    sequence: int | None = None
+    attempt: str = ""
+
+
+def facts_in(path: Location) -> Facts:
+    """The facts in the manifest of the checkpoint directory ``path``; raises what :func:`open` does."""
+    opened = open(path)
+    return Facts(opened.sequence or 0, opened.attempt)
+
+
 @functools.lru_cache(maxsize=1 << 16)
-def facts_of(path: Location, version: Hashable) -> tuple[int | None, str]:
-    """The sequence and the attempt in a manifest. Cached while the file's ``version`` stays the same."""
+def facts_of(path: Location, version: Hashable) -> Facts:
+    """As :func:`facts_in`, but cached while the file's ``version`` stays the same. No error is."""
     del version
-    try:
-        opened = open(path)
-    except FormatError:
-        return None, ""
-    return opened.sequence or 0, opened.attempt
+    return facts_in(path)
 
 
 def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:

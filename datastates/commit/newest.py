@@ -10,7 +10,7 @@ from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
 from datastates.commit.tier import Committed, Tier
 from datastates.commit.tiers import tier_of
-from datastates.errors import CheckpointNotFoundError
+from datastates.errors import CheckpointNotFoundError, FormatError
 from datastates.storage import store_of
 from datastates.storage.location import Location
 
@@ -122,7 +122,7 @@ def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     if all(one.sequence is not None for one in found_there):
         return every
     while (newest := choose()) is not None:
-        with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
+        with contextlib.suppress(CheckpointNotFoundError, FormatError):  # just deleted by another process; damaged
             if (found := manifest.look(newest)) is not None:
                 manifest.facts_of(newest, found.version)  # cached, unless it could not be read before
         every = by_age(tier)

@@ -92,8 +92,10 @@ class ObjectTier(Tier):
         """Look at one checkpoint; None if it is none. What cannot change is known from then on."""
         path, match = self.root / name, STEP.match(name)
         assert match is not None
+        facts = manifest.Facts()
         try:
-            sequence, attempt = _facts(store_of(path), path) if _attempt(name) else _facts_of_copy(path)
+            with contextlib.suppress(FormatError):  # reported to whoever opens it, as other errors are
+                facts = _facts(store_of(path), path) if _attempt(name) else _facts_of_copy(path)
         except CheckpointNotFoundError as error:
             if isinstance(error, manifest.DecidedAgainstError):
                 self._known[name] = None
@@ -101,9 +103,8 @@ class ObjectTier(Tier):
         except StorageError:
             if certain:
                 raise
-            sequence, attempt = None, ""  # reported to whoever opens it
-        found = Committed(sequence, int(match[1]), int(match[2] or 0), attempt, path, 0)
-        if sequence is not None:
+        found = Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, path, 0)
+        if found.sequence is not None:
             self._known[name] = found
         return found
 
@@ -317,17 +318,13 @@ class _Sharing(threading.local):
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _facts(store: Store, path: Location) -> tuple[int | None, str]:
-    """The sequence and the attempt in a manifest that never changes."""
+def _facts(store: Store, path: Location) -> manifest.Facts:
+    """The facts in a manifest that never changes. No error is cached."""
     del store
-    try:
-        opened = manifest.open(path)
-    except FormatError:
-        return None, ""
-    return opened.sequence or 0, opened.attempt
+    return manifest.facts_in(path)
 
 
-def _facts_of_copy(path: Location) -> tuple[int | None, str]:
+def _facts_of_copy(path: Location) -> manifest.Facts:
     """As :func:`_facts`, of a copy of a directory, which may be copied again."""
     if (file := manifest.look(path)) is None:
         raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")

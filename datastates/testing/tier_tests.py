@@ -8,9 +8,10 @@ from datastates.commit import health, manifest, newest, retention, run
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name
 from datastates.commit.names import step_name
 from datastates.commit.tier import Tier, Uncommitted
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError
-from datastates.storage import Location, store_of
+from datastates.storage import Location, Store, store_of
 
 _DATA = b"state"
 _ATTEMPT = "01234567"
@@ -79,6 +80,24 @@ class TierTests:
         assert manifest.open(path).step == 1
         assert health.problem(path) is None
         assert self.tier.debris() == []
+
+    def test_a_manifest_that_is_garbled_on_its_way_is_read_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A bit that flips in one read makes a checkpoint unreadable for one list, not for the process's life."""
+        paths = [self.commit(step) for step in (2, 1)]
+        tier, store = tier_of(self.tier.root), store_of(self.tier.root)
+        real, garbled = store.read_all, list[Location]()
+
+        def flip(_: Store, path: Location, most: int | None = None) -> bytes:
+            data = real(path, most)
+            if path.parent != paths[1] or garbled:
+                return data
+            garbled.append(path)
+            return bytes([data[0] ^ 1]) + data[1:]
+
+        monkeypatch.setattr(type(store), "read_all", flip)
+        assert [one.sequence for one in tier.checkpoints()] == [None, 1]
+        assert [one.sequence for one in tier.checkpoints()] == [2, 1]
+        assert newest.find(newest.Given(tier_of(self.tier.root))) == paths[1]
 
     def test_a_step_that_is_saved_again_is_another_checkpoint(self) -> None:
         """Each has an identity; the one that was committed last is the newest."""
