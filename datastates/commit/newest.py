@@ -101,9 +101,9 @@ def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
 def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:
     """As :func:`by_age`, of what a tier has listed."""
     found: dict[int, Location] = {}
-    for step, path in in_order(every):
-        found.pop(step, None)
-        found[step] = path
+    for one in in_order(every):
+        found.pop(one.step, None)
+        found[one.step] = one.path
     return found
 
 
@@ -131,8 +131,8 @@ def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
     return every
 
 
-def in_order(every: Sequence[Committed]) -> list[tuple[int, Location]]:
-    """Step and path of every checkpoint that a tier has listed, the oldest first.
+def in_order(every: Sequence[Committed]) -> list[Committed]:
+    """The checkpoints that a tier has listed, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
     manifest cannot be read comes after all whose directories were not changed later than its own.
@@ -145,4 +145,4 @@ def in_order(every: Sequence[Committed]) -> list[tuple[int, Location]]:
         guess = max((sequence for changed, sequence in known if changed <= one.changed), default=0)
         return guess, guess > 0, one.step, one.revision, one.attempt
 
-    return [(one.step, one.path) for one in sorted(every, key=age)]
+    return sorted(every, key=age)

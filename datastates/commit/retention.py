@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from datastates._base import log
 from datastates._base.tasks import each
 from datastates.commit import health
 from datastates.commit.newest import in_order
-from datastates.commit.tier import Tier
+from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.errors import said
 from datastates.storage.location import Location
@@ -20,57 +22,79 @@ _AT_ONCE = 8
 
 
 def outdated(tier: Tier, keep: Keep) -> list[Location]:
-    """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
-
-    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does a link, and
-    nothing is deleted through one.
+    """The checkpoints of a tier that :func:`outdated_of` finds.
 
     Raises:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
-    every = _newest_first(tier)
-    again = _superseded(tier, every)
-    rest = [(step, path) for step, path in every if path not in again]
-    if keep.last is None or len(rest) <= keep.last:
-        return again
-    _see(tier, [path for _, path in rest[: keep.last]])
-    kept, old = 0, []
-    for step, path in rest:
-        if kept == keep.last:
-            if (keep.every is None or step % keep.every) and not tier.is_link(path):
-                old.append(path)
-        elif not tier.is_link(path) and _is_whole(tier, path):
-            kept += 1
-    return [*again, *old[::-1]]
+    every = tier.checkpoints(certain=True, known=True)
+
+    def is_link(one: Committed) -> bool:
+        return tier.is_link(one.path)
+
+    def guess(one: Committed) -> bool:
+        asked.append(one)
+        return True
+
+    asked: list[Committed] = []
+    if tier.whole is not None:  # each look takes long, so several are at once
+        outdated_of(every, keep, guess, is_link)
+        each(partial(_is_whole, tier), [one for one in asked if one.path not in tier.whole], _AT_ONCE)
+    return [one.path for one in outdated_of(every, keep, partial(_is_whole, tier), is_link)]
 
 
-def _newest_first(tier: Tier) -> list[tuple[int, Location]]:
-    return in_order(tier.checkpoints(certain=True, known=True))[::-1]
+def outdated_of(
+    every: Sequence[Committed],
+    keep: Keep,
+    is_whole: Callable[[Committed], bool],
+    is_link: Callable[[Committed], bool] = lambda one: False,
+) -> list[Committed]:
+    """The checkpoints that need not be kept: superseded ones, and those beyond the limits, the oldest first of each.
+
+    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does a link, and
+    nothing is deleted through one. ``is_whole`` is asked once about a checkpoint, and only where the answer matters.
+    """
+    newest_first = in_order(every)[::-1]
+    counts = functools.cache(lambda one: not is_link(one) and is_whole(one))
+    again = _superseded(newest_first, counts, is_link)
+    rest = [one for one in newest_first if one not in again]
+    if keep.last is None:
+        return again[::-1]
+    kept = _first(rest, keep.last, counts)
+    old = [one for one in rest[len(kept) :] if (keep.every is None or one.step % keep.every) and not is_link(one)]
+    return [*again[::-1], *old[::-1]]
 
 
-def _superseded(tier: Tier, every: list[tuple[int, Location]]) -> list[Location]:
-    count = Counter(step for step, _ in every)
+def _superseded(
+    newest_first: Sequence[Committed], counts: Callable[[Committed], bool], is_link: Callable[[Committed], bool]
+) -> list[Committed]:
+    count = Counter(one.step for one in newest_first)
     again: set[int] = set()
     found = []
-    for step, path in every:
-        if count[step] > 1 and not tier.is_link(path):
-            if step in again:
-                found.append(path)
-            elif _is_whole(tier, path):
-                again.add(step)
-    return found[::-1]
+    for one in newest_first:
+        if count[one.step] > 1 and not is_link(one):
+            if one.step in again:
+                found.append(one)
+            elif counts(one):
+                again.add(one.step)
+    return found
 
 
-def _is_whole(tier: Tier, path: Location) -> bool:
-    return (tier.whole is not None and path in tier.whole) or health.problem(path) is None
+def _first(ordered: Sequence[Committed], number: int, counts: Callable[[Committed], bool]) -> Sequence[Committed]:
+    """The first checkpoints, until so many of them count; all, without a look, if there are no more than that."""
+    for at, one in enumerate(ordered if len(ordered) > number else ()):
+        number -= counts(one)
+        if not number:
+            return ordered[: at + 1]
+    return ordered
 
 
-def _see(tier: Tier, paths: list[Location]) -> None:
-    """Look at checkpoints that this process has not seen whole yet, several at once, where they stay as they are."""
-    if tier.whole is not None:
-        new = [path for path in paths if path not in tier.whole]
-        problems = each(health.problem, new, _AT_ONCE)
-        tier.whole.update(path for path, what in zip(new, problems, strict=True) if what is None)
+def _is_whole(tier: Tier, one: Committed) -> bool:
+    if tier.whole is None:
+        return health.problem(one.path) is None
+    if one.path not in tier.whole and health.problem(one.path) is None:
+        tier.whole.add(one.path)
+    return one.path in tier.whole
 
 
 def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
@@ -87,9 +111,9 @@ def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
 
 def older(tier: Tier) -> list[Location]:
     """The checkpoints before the newest one that looks whole, the oldest first; no links."""
-    every = _newest_first(tier)
-    whole = next((i for i, (_, path) in enumerate(every) if _is_whole(tier, path)), len(every))
-    return [path for _, path in every[:whole:-1] if not tier.is_link(path)]
+    every = in_order(tier.checkpoints(certain=True, known=True))[::-1]
+    whole = next((i for i, one in enumerate(every) if _is_whole(tier, one)), len(every))
+    return [one.path for one in every[:whole:-1] if not tier.is_link(one.path)]
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ class TierTests:
         paths = [self.commit(step) for step in (2, 1, 2)]
         every = self.tier.checkpoints()
         assert len({(one.step, one.attempt) for one in every}) == len({one.path for one in every}) == 3
-        assert [path for _, path in newest.in_order(every)] == paths
+        assert [one.path for one in newest.in_order(every)] == paths
         retention.retain(self.tier, Keep(last=1))
         assert [one.path for one in self.tier.checkpoints()] == paths[2:]
 

@@ -235,7 +235,7 @@ def test_manifests_are_read_once(tier: ObjectTier, store: Answers, monkeypatch: 
     store.create(ROOT / "step-00000004.0123abcd" / manifest.FILE, FENCE)
     other = ObjectTier(ROOT)
     found = other.checkpoints()
-    assert [path for _, path in newest.in_order(found)] == paths
+    assert [one.path for one in newest.in_order(found)] == paths
     reads: list[Location] = []
     monkeypatch.setattr(store, "read", lambda path, *_: reads.append(path))
     monkeypatch.setattr(store, "look", lambda path: None)
@@ -259,7 +259,7 @@ def test_on_a_tie_the_attempt_decides(tier: ObjectTier, store: Answers) -> None:
     for attempt in ("bbbbbbbb", "aaaaaaaa"):
         begun = write(tier, 1, attempt)
         begun.commit(made(tier, begun).model_copy(update={"sequence": 5}))
-    assert [path.name[-8:] for _, path in newest.in_order(tier.checkpoints()[::-1])] == ["aaaaaaaa", "bbbbbbbb"]
+    assert [one.attempt for one in newest.in_order(tier.checkpoints()[::-1])] == ["aaaaaaaa", "bbbbbbbb"]
 
 
 def test_ls_shows_checkpoints_and_debris(tier: ObjectTier, store: Answers, capsys: pytest.CaptureFixture[str]) -> None:
