@@ -51,11 +51,12 @@ def outdated_of(
 ) -> list[Committed]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits, the oldest first of each.
 
-    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does a link, and
-    nothing is deleted through one. ``is_whole`` is asked once about a checkpoint, and only where the answer matters.
+    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does one whose
+    manifest was unreadable when it was listed: its place in the order is a guess. Nor does a link, and nothing is
+    deleted through one. ``is_whole`` is asked once about a checkpoint, and only where the answer matters.
     """
     newest_first = in_order(every)[::-1]
-    counts = functools.cache(lambda one: not is_link(one) and is_whole(one))
+    counts = functools.cache(lambda one: one.sequence is not None and not is_link(one) and is_whole(one))
     again = _superseded(newest_first, counts, is_link)
     rest = [one for one in newest_first if one not in again]
     if keep.last is None:
