@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from datastates._base.cached import cached_property
-from datastates._base.columns import U32
 from datastates._base.tasks import each
 from datastates.commit import health, manifest
 from datastates.commit.catalog import encode_catalog
 from datastates.commit.claims import claims_of, describe_conflicts, whole_claims
-from datastates.container import archive, checksums, digests
+from datastates.container import archive, every_byte
 from datastates.container.file import Container, Named
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import ShardTable
@@ -29,9 +28,7 @@ from datastates.reading.every_container import named_in, open_named
 from datastates.reading.stored import Head, Stored
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
-from datastates.state.shards import full_key
 from datastates.storage import store_of
-from datastates.storage.in_pieces import in_pieces
 from datastates.storage.location import Location
 from datastates.storage.objects import AT_ONCE
 
@@ -166,41 +163,13 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
 
     ``progress`` is called with the number of bytes after each read.
     """
-    index = source.index
-    chunks, frames = source.chunks(0, len(index.records)), archive.frame_ranges(index)
-    wrong: set[int] = set()
-    damaged: list[int] = []
-    records, crcs = chunks.record.tolist(), chunks.crc.tolist()
-    places = zip(chunks.offset.tolist(), chunks.length.tolist(), range(len(crcs)), strict=True)
-    parts = sorted([*places, *((offset, len(frame), ~i) for i, (offset, frame) in enumerate(frames))])
-    total = np.zeros(len(index.records.crc), np.uint32)
-    # the records end to end, as one source
-    begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
-    plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
-    digester = digests.digester(plan.runs)
-    read = in_pieces(source.path, [(offset, length) for offset, length, _ in parts])
-    for (offset, length, number), data in zip(parts, read, strict=True):
-        progress(length)
-        if number < 0:
-            if data != frames[~number][1]:
-                damaged.append(offset)
-            continue
-        found, record = checksums.crc32(data), records[number]
-        digester.update(data)
-        total[record] = checksums.crc32_combine(int(total[record]), found, length)
-        if found != crcs[number] and record not in wrong:
-            wrong.add(record)
-            yield Problem(source.path, source.name_record(record), "does not match its checksum")
-    for record in np.flatnonzero(total != index.records.crc).tolist():
-        if record not in wrong:
-            wrong.add(record)
-            yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
-    yield from _wrong_digests(source, plan, plan.contributions(total, digester.finish(), index.shards), wrong)
-    for key in _overlapping(index.shards):
+    found: list[Problem] = []
+    for data in every_byte.read(source, lambda key, what: found.append(Problem(source.path, key, what))):
+        progress(len(data))
+        yield from found
+        found.clear()
+    for key in _overlapping(source.index.shards):
         yield Problem(source.path, key, "has parts that overlap")
-    for offset in damaged:
-        yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
-    yield from _verify_tail(source, progress)
 
 
 def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
@@ -220,7 +189,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
     data = store_of(path).read_all(path)
     progress(len(data))
     if data != expected:
-        at = _first_difference(data, expected)
+        at = every_byte.first_difference(data, expected)
         yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
     elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
         yield Problem(path, "the catalog", "is not the one that the manifest names")
@@ -232,39 +201,3 @@ def _overlapping(table: ShardTable) -> Iterator[str]:
         whole, parts = Part.whole(rows[0].global_shape), [row.part for row in rows]
         if sum(part.numel for part in parts) + uncovered(whole, parts) > whole.numel:
             yield rows[0].key
-
-
-def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, damaged: set[int]) -> Iterator[Problem]:
-    """A problem for each digest that contradicts the data that was read, except in ``damaged`` records."""
-    table = source.index.shards
-    wrong = (table.digested == 1) & ((plan.known == 0) | (table.digest != found))
-    sound = np.ones(len(source.index.records), bool)
-    sound[list(damaged)] = False
-    for i in np.flatnonzero(wrong & sound[table.record]).tolist():
-        what = "its digest contradicts its data" if plan.known[i] else "has a digest, which its places do not allow"
-        yield Problem(source.path, table.row(i).key, what)
-
-
-def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
-    index = source.index
-    begin = index.records.end
-    tail = store_of(source.path).read(source.path, begin, source.nbytes - begin)
-    progress(len(tail))
-    pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]
-    damaged = [
-        o for o in index.objects if checksums.crc32(pickle[o.offset - index.pickle_offset :][: o.nbytes]) != o.crc
-    ]
-    for stored in damaged:
-        key = full_key(index.shards.providers[stored.provider], stored.key)
-        yield Problem(source.path, key, "does not match its checksum")
-    if damaged:
-        return
-    expected, _ = archive.encode_tail(index, pickle)
-    if tail != expected:
-        at = begin + _first_difference(tail, expected)
-        yield Problem(source.path, f"file framing at byte {at}", "is damaged")
-
-
-def _first_difference(a: bytes, b: bytes) -> int:
-    """The offset of the first byte that differs between two strings, or that only the longer one has."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
