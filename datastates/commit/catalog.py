@@ -329,3 +329,8 @@ class Catalog:
     def keys(self) -> U64:
         """The hashes of all tensors and objects, ascending."""
         return self._table(_TENSOR, 0, self._layout.tensors)["key"]
+
+    def check(self) -> None:
+        """Read and verify every block; raises FormatError."""
+        for number in range(self._layout.blocks):
+            self._block(number)

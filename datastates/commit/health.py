@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from datastates.commit import manifest, newest
-from datastates.commit.tier import Tier
+from datastates.commit.tier import Listing
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 from datastates.storage import store_of
 from datastates.storage.location import Location
@@ -41,7 +41,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def advice(tier: Tier, path: Location, how: str | None) -> Iterator[None]:
+def advice(tier: Listing, path: Location, how: str | None) -> Iterator[None]:
     """If the block fails because ``path`` is damaged, name the newest older one of the tier that looks whole.
 
     ``how`` tells the user how to restore the older one; ``{step}`` stands for its step. None leaves the error as it is.
@@ -55,7 +55,7 @@ def advice(tier: Tier, path: Location, how: str | None) -> Iterator[None]:
         raise
 
 
-def older(tier: Tier, path: Location, how: str) -> str:
+def older(tier: Listing, path: Location, how: str) -> str:
     """Name the newest checkpoint before ``path`` that looks whole, and how to take it; empty if none can be found."""
     with contextlib.suppress(DatastatesError):  # the damage is to be reported even so
         every = list(newest.by_age(tier).items())

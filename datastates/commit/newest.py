@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
 from datastates.commit.directories import without_manifest
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Listing
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, FormatError
 from datastates.storage import store_of
@@ -26,7 +26,7 @@ class Given(NamedTuple):
         only: The one that the path is; None if it is the place.
     """
 
-    tier: Tier
+    tier: Listing
     only: Location | None = None
 
 
@@ -88,12 +88,12 @@ def _what_is_there(path: Location) -> str:
     return ""
 
 
-def committed(tier: Tier) -> dict[int, Location]:
+def committed(tier: Listing) -> dict[int, Location]:
     """The committed checkpoints in a tier by step, ascending. For a step saved again, the newest one."""
     return dict(sorted(by_age(tier).items()))
 
 
-def by_age(tier: Tier, *, certain: bool = False) -> dict[int, Location]:
+def by_age(tier: Listing, *, certain: bool = False) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     return oldest_first(tier.checkpoints(certain=certain))
 
@@ -107,7 +107,7 @@ def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:
     return found
 
 
-def by_certain_age(tier: Tier, step: int | None = None) -> dict[int, Location]:
+def by_certain_age(tier: Listing, step: int | None = None) -> dict[int, Location]:
     """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:

@@ -43,14 +43,23 @@ class ObjectPending(Uncommitted):
         directory: Begins the names of its files: ``target`` with the name of the attempt, or as it is.
     """
 
-    def __init__(self, place: Place, target: Location, attempt: str | None = None, mark: bytes | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        target: Location,
+        attempt: str | None = None,
+        mark: bytes | None = None,
+        directory: Location | None = None,
+    ) -> None:
         """Choose the names; nothing is made yet. Arguments as for :meth:`Tier.pending`.
 
-        Without a ``mark``, ``target`` is the user's own name, and the checkpoint gets no other.
+        Without a ``mark``, ``target`` is the user's own name, and the checkpoint gets no other. ``directory``: begins
+        the names of the files in place of what follows from the other arguments.
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
-        self.directory = target if mark is None else target.with_name(f"{target.name}.{self.attempt}")
+        own = target if mark is None else target.with_name(f"{target.name}.{self.attempt}")
+        self.directory = directory or own
         self._place = place
         self._is_given = mark is None
         self._is_alone = attempt is None or mark is None  # so that nobody else commits this attempt
@@ -62,8 +71,12 @@ class ObjectPending(Uncommitted):
         return self.directory / name
 
     @override
+    def named(self, name: str) -> Location:
+        return self.path(with_attempt(name, self.attempt))
+
+    @override
     def file(self, name: str) -> Location:
-        self._files.append(self.path(with_attempt(name, self.attempt)))
+        self._files.append(self.named(name))
         return self._files[-1]
 
     @override

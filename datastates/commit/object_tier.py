@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import itertools
 import re
 import secrets
 import threading
@@ -26,7 +28,7 @@ from datastates.commit.manifest import FENCE, Manifest
 from datastates.commit.names import BESIDE, OF_ATTEMPT, PASSING, STEP
 from datastates.commit.object_opening import ObjectOpening
 from datastates.commit.object_pending import ObjectPending
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import Entry, Store, store_of
 from datastates.storage.location import Location
@@ -163,6 +165,25 @@ class ObjectTier(Tier):
                 if manifest.open(path).attempt == attempt:
                     return path
         return None
+
+    @override
+    def arriving(self, target: Location, attempt: str, mark: bytes) -> Uncommitted | Location:
+        """As :meth:`Tier.arriving`. A key that is decided stays so: behind a fence or a mark, other names are taken."""
+        for number in itertools.count():
+            digest = (
+                attempt if not number else hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
+            )
+            path = target.with_name(f"{target.name}.{digest}")
+            if store_of(path).is_file(_marked(path)):
+                continue
+            try:
+                if manifest.open(path).attempt == attempt:
+                    return path
+            except manifest.DecidedAgainstError:
+                continue
+            except CheckpointNotFoundError:
+                return ObjectPending(self, target, attempt, mark, path)
+        raise AssertionError("names do not end")
 
     # --- reading
 

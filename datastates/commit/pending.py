@@ -59,13 +59,24 @@ class Pending(Uncommitted):
         return self.directory / name
 
     @override
+    def named(self, name: str) -> Location:
+        return self.path(name)
+
+    @override
     def file(self, name: str) -> Location:
         self.files.append(self.path(name))
         return self.files[-1]
 
     @override
     def add(self, name: str, data: bytes) -> Location:
-        folders_of(self.directory).create(path := self.file(name), data)
+        store, path = folders_of(self.directory), self.file(name)
+        try:
+            store.create(path, data)
+        except StorageError as error:
+            if error.errno != errno.EEXIST or not self.shared:
+                raise
+            store.remove(path)  # of an earlier try of the same attempt
+            store.create(path, data)
         return path
 
     @override

@@ -39,8 +39,8 @@ def outdated(tier: Tier, keep: Keep) -> list[Location]:
     asked: list[Committed] = []
     if tier.whole is not None:  # each look takes long, so several are at once
         outdated_of(every, keep, guess, is_link)
-        each(partial(_is_whole, tier), [one for one in asked if one.path not in tier.whole], _AT_ONCE)
-    return [one.path for one in outdated_of(every, keep, partial(_is_whole, tier), is_link)]
+        each(partial(is_whole, tier), [one for one in asked if one.path not in tier.whole], _AT_ONCE)
+    return [one.path for one in outdated_of(every, keep, partial(is_whole, tier), is_link)]
 
 
 def outdated_of(
@@ -90,7 +90,8 @@ def _first(ordered: Sequence[Committed], number: int, counts: Callable[[Committe
     return ordered
 
 
-def _is_whole(tier: Tier, one: Committed) -> bool:
+def is_whole(tier: Tier, one: Committed) -> bool:
+    """Whether a checkpoint of a tier looks whole."""
     if tier.whole is None:
         return health.problem(one.path) is None
     if one.path not in tier.whole and health.problem(one.path) is None:
@@ -113,7 +114,7 @@ def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
 def older(tier: Tier) -> list[Location]:
     """The checkpoints before the newest one that looks whole, the oldest first; no links."""
     every = in_order(tier.checkpoints(certain=True, known=True))[::-1]
-    whole = next((i for i, one in enumerate(every) if _is_whole(tier, one)), len(every))
+    whole = next((i for i, one in enumerate(every) if is_whole(tier, one)), len(every))
     return [one.path for one in every[:whole:-1] if not tier.is_link(one.path)]
 
 

@@ -65,8 +65,12 @@ class Uncommitted(ABC):
         """The path of a file of any rank."""
 
     @abstractmethod
+    def named(self, name: str) -> Location:
+        """The path of a file of any rank. In a store of objects its name gets that of the attempt."""
+
+    @abstractmethod
     def file(self, name: str) -> Location:
-        """The path for a new file of this process. In a store of objects its name gets that of the attempt."""
+        """As :meth:`named`, for a new file of this process."""
 
     @abstractmethod
     def add(self, name: str, data: bytes) -> Location:
@@ -100,23 +104,18 @@ class Uncommitted(ABC):
         """Show no longer that the writer lives. Idempotent."""
 
 
-class Tier(ABC):
-    """Lists, protects, commits and deletes the checkpoints in one place.
+class Listing(ABC):
+    """Lists and protects checkpoints.
 
     Its methods can be called by several threads and processes at once. They raise StorageError.
 
     Attributes:
-        root: The place.
-        whole: The checkpoints that this process has seen whole; None where their files may change.
+        root: The place of the checkpoints.
     """
-
-    whole: set[Location] | None = None
 
     def __init__(self, root: Location) -> None:
         """Remember the place; nothing is read yet."""
         self.root = root
-
-    # --- reading
 
     @abstractmethod
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
@@ -127,19 +126,6 @@ class Tier(ABC):
             known: Take over what an earlier call of this object has found, unless the listing shows a change. A changed
                 manifest in an old place is then seen a few calls later.
         """
-
-    def listed_once(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block, the calls of this thread may share one list of the place."""
-        return contextlib.nullcontext()
-
-    def hidden(self) -> set[str]:
-        """Names in the place that look like checkpoints and are none: of attempts under way, and of deletions."""
-        return set()
-
-    def is_link(self, path: Location) -> bool:
-        """Whether a checkpoint is a link to one that lies elsewhere."""
-        del path
-        return False
 
     @abstractmethod
     def protect(self, path: Location) -> contextlib.AbstractContextManager[None]:
@@ -162,6 +148,32 @@ class Tier(ABC):
                 if path == find():
                     raise
         return path
+
+
+class Tier(Listing):
+    """Lists, protects, commits and deletes the checkpoints in one place.
+
+    Attributes:
+        root: The place.
+        whole: The checkpoints that this process has seen whole; None where their files may change.
+    """
+
+    whole: set[Location] | None = None
+
+    # --- reading
+
+    def listed_once(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the calls of this thread may share one list of the place."""
+        return contextlib.nullcontext()
+
+    def hidden(self) -> set[str]:
+        """Names in the place that look like checkpoints and are none: of attempts under way, and of deletions."""
+        return set()
+
+    def is_link(self, path: Location) -> bool:
+        """Whether a checkpoint is a link to one that lies elsewhere."""
+        del path
+        return False
 
     @abstractmethod
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
@@ -209,6 +221,13 @@ class Tier(ABC):
     @abstractmethod
     def of_attempt(self, target: Location, attempt: str) -> Location | None:
         """The checkpoint that an attempt committed at ``target`` or as a revision of it; None without one."""
+
+    def arriving(self, target: Location, attempt: str, mark: bytes) -> Uncommitted | Location:
+        """A checkpoint of another tier that is to lie here, too; or its path where it lies here already.
+
+        Arguments as for :meth:`pending`. What an earlier call has begun may go on.
+        """
+        return self.of_attempt(target, attempt) or self.pending(target, attempt, mark)
 
     # --- deleting
 

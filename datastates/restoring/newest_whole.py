@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health, manifest
-from datastates.commit.tier import Tier
+from datastates.commit.tier import Listing
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.reading.stored import Head, Stored
@@ -21,7 +21,7 @@ from datastates.state.provider import StateProvider
 from datastates.storage.location import Location
 
 
-def advised(tier: Tier, path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
+def advised(tier: Listing, path: Location, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older checkpoint that looks whole.
 
     It does nothing if the user asked for a step.
@@ -33,7 +33,7 @@ def advised(tier: Tier, path: Location, request: RestoreRequest) -> contextlib.A
 def open_together(
     meeting: Meeting,
     request: RestoreRequest,
-    tier: Tier,
+    tier: Listing,
     find: Callable[[], Location | None],
     reading: contextlib.ExitStack,
 ) -> Stored | None:
@@ -75,7 +75,7 @@ _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 def restore(
     providers: Sequence[StateProvider],
-    tier: Tier,
+    tier: Listing,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meetings: Callable[[int], Meeting],
@@ -146,7 +146,7 @@ def restore(
 
 def compare(
     providers: Sequence[StateProvider],
-    tier: Tier,
+    tier: Listing,
     candidates: Callable[[], Sequence[Location]],
     executor: Callable[[int], Executor],
     meeting: Meeting,

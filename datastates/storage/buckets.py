@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from typing_extensions import Buffer, override
 
-from datastates.errors import StorageError, UncertainError
+from datastates.errors import DatastatesError, StorageError, UncertainError
 from datastates.storage.location import Location
 from datastates.storage.objects import Entry, Store, Traits, Writer, absent
 
@@ -313,7 +313,7 @@ class _told:  # named as a statement, as contextlib.suppress is
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raise the error of the block."""
         known = importlib.import_module("obstore.exceptions")
-        if isinstance(error, (StorageError, _Left)) or not isinstance(error, (known.BaseError, OSError, ValueError)):
+        if isinstance(error, (DatastatesError, _Left)) or not isinstance(error, (known.BaseError, OSError, ValueError)):
             return
         numbers = {
             FileNotFoundError: errno.ENOENT,

@@ -5,9 +5,13 @@ Objects are files here, and a file is made in a folder that is there. Errors are
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from types import TracebackType
+
+from typing_extensions import Buffer, override
 
 from datastates.storage.location import Location
 from datastates.storage.objects import Entry, Store, Writer
@@ -122,6 +126,13 @@ class Folders(Store):
     @abstractmethod
     def writer(self, path: Location, *, direct: bool = False) -> FileWriter:
         """Begin to write a new file in pieces. ``direct``: whole pages go past the system's cache, where they can."""
+
+    @override
+    def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        super().upload(new, pieces, nbytes)
+        self.rename(new, path)
+        self.sync_folder(path.parent)
 
     @abstractmethod
     def make_folder(self, path: Location) -> None:
