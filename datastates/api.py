@@ -101,7 +101,7 @@ def snapshot(
         return b""
 
     try:
-        meet(world, name, target, prepare)
+        meet(world, name, str(target), prepare)
         ballot = Ballot(world, f"{name}/commit", Run(tier), step=step, target=target)
     except BaseException:
         world.close()

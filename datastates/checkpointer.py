@@ -17,18 +17,18 @@ from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
 from datastates.commit.names import checked_step
-from datastates.commit.run import Run
-from datastates.commit.tiers import tier_of
 from datastates.config import Options, Settings
+from datastates.draining.place import Place
 from datastates.errors import (
     ClosedError,
     SettingsError,
     SnapshotRefusedError,
     SnapshotSkippedError,
+    SnapshotTimeoutError,
 )
 from datastates.executor.make import make_executor, prepare
 from datastates.formats import recognise
-from datastates.ranks.world import meet, open_world, refuse_outdated
+from datastates.ranks.world import open_world, refuse_outdated
 from datastates.restoring import requested
 from datastates.restoring.meeting import attempts, refuse_to_meet, telling
 from datastates.restoring.request import RestoreOptions
@@ -77,31 +77,25 @@ class Checkpointer:
         with telling(lambda: Location.of(directory), options, partial(refuse_to_meet, self._name)):
             self.settings = Settings.of(options)
             self._root = Location.of(directory)
-            self._tier = tier_of(self._root)
             self.directory = self._root.face
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
             recognise.refuse_checkpoint(self._root)
-            self._tier.make()
+            self._place = Place(self._root, self.settings)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
             world = open_world(self.settings, self._root)
             undo.callback(world.close)
-            told = meet(world, self._name, self._root, self._tier.begin_opening)
-            self._opening = self._tier.opening(told)
+            self._place.open(world, self._name, lambda: bool(self._engine.pending()))
             undo.pop_all()
         self._snapshots = 0
         self._restores, self._checks = itertools.count(), itertools.count()
+        ended = partial(call_back, self.settings)
         self._engine = Engine(
-            executor,
-            world,
-            threads=self.settings.max_in_flight,
-            auto_gate=self.settings.auto_gate,
-            ended=partial(call_back, self.settings),
+            executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate, ended=ended
         )
         prepare(executor, self.settings)
-        self._run = Run(self._tier, self._opening, self.settings.keep, is_coordinator=world.rank == 0)
         self._trace = RunTrace()
         self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
         self._closed = False
@@ -154,14 +148,14 @@ class Checkpointer:
         number = self._snapshots
         before: list[Snapshot] = []
         name, ready = f"{self._name}/snapshot/{number}", partial(wait_ended, before)
-        ballot = Ballot(self._engine.world, name, self._run, number=number, ready=ready)
+        ballot = Ballot(self._engine.world, name, self._place.run, number=number, ready=ready)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
             ballot.step = step = checked_step(step)
             if (failure := self._taken.failure()) is not None:
                 raise failure
-            self._opening.refuse_if_known_fenced()
+            self._place.opening.refuse_if_known_fenced()
             refuse_path(providers)
             begin = time.monotonic()
             self._wait_for_room()
@@ -179,6 +173,7 @@ class Checkpointer:
         self._taken.snapshots.append(taken)
         self._costs.note(taken)
         self._last.settle()
+        self._place.drains.begin()
         return taken
 
     def check(self, providers: Sequence[StateProvider]) -> None:
@@ -242,7 +237,7 @@ class Checkpointer:
         most = self.settings.max_in_flight
         if self.settings.when_busy == "refuse" and len(pending := self._engine.pending()) >= most:
             raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
-        self._engine.wait(1 if self._run.is_full else most)
+        self._engine.wait(1 if self._place.run.is_full else most)
 
     # --- restoring
 
@@ -286,18 +281,18 @@ class Checkpointer:
         refuse_outdated(self._engine.world)
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
         restored = requested.restore(
-            newest.Given(self._tier),
+            newest.Given(self._place.listing),
             providers,
             request,
             attempts(self._engine.world, name),
             lambda _: executor,
             # so that the checkpoint it finds does not depend on the speed of the storage
             wait=self._engine.wait_in_place,
-            prove=self._opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
+            prove=self._place.opening.refuse_elsewhere,  # what lies below a lost mount is not the newest
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
-            self._run.restored = Location(restored.path)
+            self._place.run.restored = Location(restored.path)
         elif (step := request.get("step")) is not None:
             recognise.refuse_absence(self._root, step)
         elif self._engine.world.rank == 0:
@@ -306,13 +301,13 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
-        self._opening.refuse_elsewhere()
-        return list(newest.committed(self._tier))
+        self._place.opening.refuse_elsewhere()
+        return list(newest.committed(self._place.listing))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        self._opening.refuse_elsewhere()
-        return next(reversed(newest.by_certain_age(self._tier)), None)
+        self._place.opening.refuse_elsewhere()
+        return next(reversed(newest.by_certain_age(self._place.listing)), None)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the run so far on this rank, in the format that https://ui.perfetto.dev and Chrome show.
@@ -335,8 +330,22 @@ class Checkpointer:
         """Wait until no snapshot is in flight. Errors are not raised here, but by :meth:`snapshot` or :meth:`close`."""
         self._engine.wait()
 
+    def wait_drained(self, timeout: float | None = None) -> None:
+        """Wait until every committed checkpoint is in all tiers of the setting ``tiers`` that keep it. Thread-safe.
+
+        On other ranks than 0, wait until this rank has sent its part.
+
+        Raises:
+            SnapshotTimeoutError: ``timeout`` seconds passed first; the message says why the last try has failed.
+        """
+        if rest := self._place.drains.wait(timeout):
+            raise SnapshotTimeoutError(f"not all checkpoints were brought within {timeout} s to {rest}")
+
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
+
+        With ``tiers``, it also brings what is due to them. It does not wait for a tier that fails: a later run, or
+        ``datastates drain``, goes on.
 
         An interrupted call can be repeated. Called by ``on_commit`` or ``on_error``, it returns at once: no snapshot
         can be taken any more, and all else happens in the background. A later call on the training thread waits for
@@ -354,7 +363,7 @@ class Checkpointer:
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()
-        self._opening.close()
+        self._place.close()
         if self._termination is not None:
             self._termination.end()
         if (failure := self._taken.failure()) is not None:

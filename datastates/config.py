@@ -178,8 +178,38 @@ class Keep:
     every: int | None = None
 
 
+class TierSettings(BaseModel):
+    """A further tier of a :class:`~datastates.Checkpointer`: a place that its checkpoints are brought to, too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    path: str | os.PathLike[str] = Field(description="A directory, or an address such as ``s3://bucket/run``.")
+    keep_last: int | None = Field(None, ge=1, description="As of the first tier: None keeps all.")
+    keep_every: int | None = Field(None, ge=1, description="As of the first tier.")
+
+    @property
+    def keep(self) -> Keep:
+        """The checkpoints that retention keeps there."""
+        return Keep(self.keep_last, self.keep_every)
+
+
+def _as_tiers(value: object) -> object:
+    """Take a path for a tier, and one tier for several."""
+    several = [value] if isinstance(value, (str, os.PathLike, Mapping, TierSettings)) else value
+    if not isinstance(several, Iterable):
+        return value
+    return tuple({"path": one} if isinstance(one, (str, os.PathLike)) else one for one in several)
+
+
 class Settings(RankSettings):
     """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
+
+    tiers: Annotated[tuple[TierSettings, ...], BeforeValidator(_as_tiers)] = Field(
+        (),
+        description="Further places, in order, that each checkpoint is brought to in the background once it is "
+        "committed in the directory: a path or an address each, or TierSettings with retention of their own. A restore "
+        "takes the newest checkpoint of all places.",
+    )
 
     keep_last: int | None = Field(None, ge=1, description="Number of newest whole checkpoints to keep; None keeps all.")
     keep_every: int | None = Field(
@@ -274,6 +304,7 @@ class RankOptions(IoOptions, total=False):
 class Options(RankOptions, total=False):
     """The fields of :class:`Settings` as keyword arguments, for type checkers."""
 
+    tiers: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | TierSettings]
     keep_last: int | None
     keep_every: int | None
     auto_gate: bool

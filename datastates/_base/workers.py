@@ -196,8 +196,17 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+_ending = Flag()
+
+
+def is_ending() -> bool:
+    """Whether the interpreter ends: work that would go on for ever must stop."""
+    return _ending.is_set()
+
+
 def finish() -> None:
     """Wait until all work of this process is done, at the end of the interpreter."""
+    _ending.set()
     for _ in range(2):  # what is done may put further work, most often to workers that were made later
         for _, workers in sorted(_every.items()):
             workers.wait_done()

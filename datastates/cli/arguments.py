@@ -25,9 +25,10 @@ def add_checkpoint(command: argparse.ArgumentParser, name: str) -> None:
     add_step(command)
 
 
-def add_step(command: argparse.ArgumentParser) -> None:
+def add_step(
+    command: argparse.ArgumentParser, what: str = "the step in a directory of checkpoints; default: the newest"
+) -> None:
     """Add the option ``--step``."""
-    what = "the step in a directory of checkpoints; default: the newest"
     command.add_argument("--step", type=_step, metavar="N", help=what)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
-from datastates.cli import advise, diff, doctor, export, inspect, ls, output, timeline, verify
+from datastates.cli import advise, diff, doctor, drain, export, fetch, inspect, ls, output, timeline, verify
 from datastates.cli.arguments import as_location
 from datastates.cli.output import OutputError, WrongCallError, say
 from datastates.errors import CheckpointNotFoundError, DatastatesError
@@ -99,11 +99,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
+    parser = _Parser(prog="datastates", description="Look at checkpoints, and bring them elsewhere.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     add_argument(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (ls, inspect, verify, diff, export, timeline, advise, doctor):
+    for module in (ls, inspect, verify, diff, export, drain, fetch, timeline, advise, doctor):
         name = module.__name__.rpartition(".")[2]
         what: str = module.WHAT
         description = f"{what[0].upper()}{what[1:]}."

@@ -165,6 +165,7 @@ class Ballot:
         self._voted = True
         path = self._cast(vote, pending)
         pending.close()
+        self._run.committed(path)
         return path
 
     def _cast(self, vote: Vote, pending: Uncommitted) -> Location:

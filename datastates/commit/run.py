@@ -9,11 +9,11 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from datastates.commit import manifest, retention
 from datastates.commit.opening import Opening
-from datastates.commit.tier import Tier
+from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.storage import Folders, store_of
@@ -35,9 +35,10 @@ class Order:
     Thread-safe.
     """
 
-    def __init__(self, tier: Tier) -> None:
-        """Remember the tier; nothing is read yet."""
+    def __init__(self, tier: Tier, above: Callable[[], int] = lambda: 0) -> None:
+        """Remember the tier, and a number that all new ones must be above; nothing is read yet."""
         self._tier = tier
+        self._above = above
         self._lock = threading.Lock()
         self._holders = 0
         self._held = contextlib.ExitStack()
@@ -67,9 +68,10 @@ class Order:
         ``ready`` is called before others are kept waiting.
         """
         ready()
+        above = self._above()
         with self._alone():
             with self._lock:
-                least = next_sequence(self._tier)
+                least = max(next_sequence(self._tier), above + 1)
                 before = self._begun, self._given
                 if number >= self._begun:
                     first = max(self._given + 1, least)
@@ -129,7 +131,15 @@ class Run:
     """The saves of one rank. Thread-safe."""
 
     def __init__(
-        self, tier: Tier, opening: Opening | None = None, keep: Keep | None = None, *, is_coordinator: bool = True
+        self,
+        tier: Tier,
+        opening: Opening | None = None,
+        keep: Keep | None = None,
+        *,
+        is_coordinator: bool = True,
+        above: Callable[[], int] = lambda: 0,
+        stay: Callable[[Sequence[Committed]], Collection[Location]] | None = None,
+        committed: Callable[[Location], None] = lambda path: None,
     ) -> None:
         """Remember the place; nothing is read or written yet.
 
@@ -138,10 +148,15 @@ class Run:
             opening: The run's opening of it; None for a single checkpoint.
             keep: The checkpoints that are kept; not used without an opening.
             is_coordinator: Whether this rank commits.
+            above: Returns a number that the sequence numbers of new checkpoints are above.
+            stay: Returns those of the tier's checkpoints that retention must leave, as another tier still needs them.
+            committed: Called with each committed checkpoint, on each rank.
         """
         self.tier = tier
         self.opening = opening
-        self.order = Order(tier)
+        self.order = Order(tier, above)
+        self._stay = stay
+        self.committed = committed
         self._keep = keep or Keep()
         self._is_coordinator = is_coordinator
         self.restored: Location | None = None
@@ -167,18 +182,22 @@ class Run:
     def _clear(self) -> None:
         """Not when it was opened: who only reads deletes nothing. Not after the commit: a disk may be full."""
         self.tier.sweep()
-        self._delete()
+        self.delete()
 
     def retain(self) -> None:
         """Delete the checkpoints that are not kept. Called after each commit."""
         self.restored = None
         self.is_full = False
         if self.opening is not None:
-            self._delete()
+            self.delete()
 
-    def _delete(self) -> None:
+    def delete(self) -> None:
+        """Delete the checkpoints that are not kept, now."""
         with self._deletion:
-            retention.retain(self.tier, self._keep, () if self.restored is None else (self.restored,))
+            but = [] if self.restored is None else [self.restored]
+            if self._stay is not None:
+                but += self._stay(self.tier.checkpoints(known=True))
+            retention.retain(self.tier, self._keep, but)
 
     def make_room(self) -> str:
         """On the coordinator, where the disk is full: delete what is not kept; says what has gone, or could go."""
@@ -187,7 +206,7 @@ class Run:
         self.is_full = True
         with contextlib.suppress(DatastatesError):
             before = retention.older(self.tier)
-            self._delete()
+            self.delete()
             left = retention.older(self.tier)
             if gone := len(before) - len(left):
                 which = (

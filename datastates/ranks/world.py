@@ -302,7 +302,7 @@ def settle(
         raise
 
 
-def meet(world: World, name: str, path: Location, prepare: Callable[[], bytes]) -> bytes:
+def meet(world: World, name: str, path: str, prepare: Callable[[], bytes]) -> bytes:
     """Let the coordinator prepare a path before any rank writes there; returns its bytes from ``prepare`` on all ranks.
 
     Raises:
@@ -316,7 +316,7 @@ def meet(world: World, name: str, path: Location, prepare: Callable[[], bytes]) 
             raise CommitError(f"rank 0 writes to {paths[0].decode()}, but rank {other} to {paths[other].decode()}")
         return prepare()
 
-    return settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide)
+    return settle(world, name, None, path.encode("utf-8", "backslashreplace"), decide)
 
 
 def is_told(error: DatastatesError) -> bool:

@@ -27,7 +27,7 @@ ORDER = [
     {"saving", "restoring"},
     {"formats"},
     {"schedule"},  # when to save
-    {"exporting"},
+    {"exporting", "draining"},
     {"files"},  # files under a framework
     {"api", "checkpointer"},
     {"protocol", "cli"},

@@ -1,0 +1,51 @@
+"""The command ``datastates drain``: brings checkpoints to another place."""
+
+from __future__ import annotations
+
+import argparse
+
+from datastates.cli import output
+from datastates.cli.arguments import add_step, as_location
+from datastates.cli.output import print_json, progress_bar, say
+from datastates.draining.by_hand import bring_each, lacking
+from datastates.storage.location import Location
+
+WHAT = "bring all checkpoints that another place lacks there, each byte checked; exit 1 when one is damaged"
+
+
+def add_arguments(command: argparse.ArgumentParser, *, steps: str = "all steps") -> None:
+    """Add the arguments to the command's parser; ``steps``: what is brought without ``--step``."""
+    what = "a checkpoint, or a directory of them, such as /nvme/run or s3://bucket/run"
+    command.add_argument("source", metavar="SOURCE", type=as_location, help=what)
+    command.add_argument("target", metavar="TARGET", type=as_location, help="the place for them, of either kind")
+    add_step(command, f"only this step; default: {steps}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    return bring(lacking(arguments.source, arguments.target, arguments.step), arguments)
+
+
+def bring(paths: list[Location], arguments: argparse.Namespace) -> int:
+    """Bring checkpoints to the target of the arguments, and print what has become of each; returns the exit status."""
+    done = []
+    with progress_bar("bring", quiet=arguments.json) as progress:
+        for one in bring_each(paths, arguments.target, progress):
+            done.append(one)
+            if one.damage is not None:
+                output.complain(str(one.damage))
+            elif not arguments.json:
+                say(f"{one.source} is in {one.path}")
+    if arguments.json:
+        every = [
+            {
+                "source": str(one.source),
+                "path": None if one.path is None else str(one.path),
+                "problem": None if one.damage is None else str(one.damage),
+            }
+            for one in done
+        ]
+        print_json({"ok": all(one.damage is None for one in done), "checkpoints": every})
+    elif not paths:
+        say(f"{arguments.target} has them all")
+    return 1 if any(one.damage is not None for one in done) else 0

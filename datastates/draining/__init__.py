@@ -1,0 +1,1 @@
+"""Brings committed checkpoints into further tiers."""

@@ -1,0 +1,133 @@
+"""Brings one committed checkpoint into another tier: its containers, each byte compared on the way, then its manifest.
+
+The containers and the catalog keep their bytes. In a store of objects their names have the attempt, so two processes
+that bring one checkpoint write the same bytes under the same names, and what an interrupted one has sent is not sent
+again. Damage does not travel: a container that is damaged at its source does not arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from datastates.commit import catalog, manifest
+from datastates.commit.manifest import Manifest, container_name
+from datastates.commit.names import step_name
+from datastates.commit.tier import Tier, Uncommitted
+from datastates.commit.tiers import tier_of
+from datastates.container import every_byte
+from datastates.container.file import Named, read_index
+from datastates.errors import CorruptError, FormatError, StorageError
+from datastates.reading.every_container import named_in, open_named
+from datastates.storage import store_of
+from datastates.storage.location import Location
+
+
+class Part(NamedTuple):
+    """The part of one process in bringing a checkpoint into a tier.
+
+    Attributes:
+        mark: As for :meth:`Tier.pending`.
+        ranks: The ranks whose containers this process copies; None: of all ranks.
+        commits: Whether it commits, once the containers of all ranks are there.
+        sequence: Its sequence number in the tier; None: that in its manifest.
+        ready: Called when nothing but the name is left to do. What it raises stops the commit.
+        pace: Called with the number of bytes before they are sent. It may wait, and what it raises ends the copying.
+    """
+
+    mark: bytes
+    ranks: Collection[int] | None = None
+    commits: bool = True
+    sequence: int | None = None
+    ready: Callable[[], None] = lambda: None
+    pace: Callable[[int], object] = lambda nbytes: None
+
+
+def bring(path: Location, target: Tier, part: Part) -> Location | None:
+    """Bring the checkpoint at ``path`` into a tier; returns where it lies there, or None if it is not committed yet.
+
+    It goes on where an earlier call of any process has stopped.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is no checkpoint any more.
+        CorruptError, FormatError: It is damaged; the message names the file and the tensor, the object or the place.
+        StorageError: It cannot be read, or the tier cannot be written.
+        CommitError: Another process has given its attempt up there. A later call takes another name.
+    """
+    with tier_of(path.parent).protect(path):
+        made = manifest.open(path)
+        found = target.arriving(target.root / step_name(made.step), made.attempt, part.mark)
+        if isinstance(found, Location):
+            return found
+        try:
+            found.begin()
+            brought = _bring(path, made, found, part)
+        except BaseException:
+            found.leave()  # what is there already need not be sent again
+            found.abandon()
+            raise
+        found.close()
+        return brought
+
+
+def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Location | None:
+    every = [(one, found.named(container_name(one.identity["rank"]))) for one in named_in(path, made)]
+    own = [(one, file) for one, file in every if part.ranks is None or one.identity["rank"] in part.ranks]
+    for (one, file), is_there in zip(own, _are_there(own), strict=True):
+        if not (is_there and _index_crc(file, one.nbytes) == one.index_crc):
+            _copy(one, file, part.pace)
+    if not part.commits:
+        return None
+    for (one, file), is_there in zip(every, _are_there(every), strict=True):
+        if not is_there:
+            if (one, file) in own:
+                raise StorageError(0, "write", str(file), f"write {file}: it does not have the {one.nbytes} bytes sent")
+            return None
+    containers = [e.model_copy(update={"file": f.name}) for e, (_, f) in zip(made.containers, every, strict=True)]
+    entry = made.catalog
+    if entry is not None:
+        data = store_of(path).read_all(path / entry.file, entry.nbytes)
+        catalog.Catalog(_from(data), len(data), entry.head_crc32, str(path / entry.file)).check()
+        entry = entry.model_copy(update={"file": found.add(catalog.FILE, data).name})
+    numbered = {"format": manifest.FORMAT_VERSION, "sequence": part.sequence or made.sequence or 1}
+    changes = {**numbered, "containers": tuple(containers), "catalog": entry}
+    return found.commit(made.model_copy(update=changes), part.ready)
+
+
+def _are_there(files: list[tuple[Named, Location]]) -> list[bool]:
+    """Whether each container is in the tier, by its length."""
+    if not files:
+        return []
+    lengths = store_of(files[0][1]).lengths([file for _, file in files])
+    return [found == one.nbytes for (one, _), found in zip(files, lengths, strict=True)]
+
+
+def _index_crc(file: Location, nbytes: int) -> int | None:
+    """CRC-32 of the index of a container that was found in the tier; None if it is none."""
+    try:
+        return read_index(file, nbytes).footer.crc
+    except FormatError:
+        return None
+
+
+def _copy(one: Named, file: Location, pace: Callable[[int], object]) -> None:
+    (source,) = open_named([one])
+
+    def wrong(key: str, what: str) -> None:
+        text = f"{key!r} in {one.path} {what}, so it is not copied to {file.parent}"
+        raise CorruptError(text, key=key, path=str(one.path))
+
+    def pieces() -> Iterator[memoryview]:
+        at = 0
+        for data in every_byte.read(source, wrong):
+            pace(len(data))
+            at += len(data)
+            yield data
+        if at != one.nbytes:
+            raise FormatError(f"{one.path} has bytes that its index does not describe")
+
+    store_of(file).upload(file, pieces(), one.nbytes)
+
+
+def _from(data: bytes) -> Callable[[int, int], bytes]:
+    return lambda offset, nbytes: data[offset : offset + nbytes]

@@ -1,0 +1,76 @@
+"""Brings checkpoints from one place to another without a run: all that the other lacks, or one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from datastates.commit import health, manifest, newest
+from datastates.commit.names import step_name
+from datastates.commit.tiers import sweep_beside, tier_of
+from datastates.draining.bring import Part, bring
+from datastates.errors import DatastatesError
+from datastates.storage.location import Location
+
+
+class Brought(NamedTuple):
+    """What has become of one checkpoint.
+
+    Attributes:
+        source: Where it was read.
+        path: Where it lies now; None if it is damaged.
+        damage: The damage; None if it is whole.
+    """
+
+    source: Location
+    path: Location | None
+    damage: DatastatesError | None = None
+
+
+def lacking(
+    source: Location, target: Location, step: int | None = None, *, only_newest: bool = False
+) -> list[Location]:
+    """The checkpoints of a place that another place lacks, the newest first.
+
+    Args:
+        source: The place, or one checkpoint.
+        target: The other place.
+        step: The step that is wanted; None for any.
+        only_newest: Look for the newest one only.
+
+    Raises:
+        CheckpointNotFoundError: The place has none of ``step``, or none at all.
+        StorageError: A place cannot be listed.
+    """
+    place = newest.given(source, is_checkpoint=manifest.look(source) is not None)
+    chosen = newest.candidates(place, step)[-1 if only_newest else 0 :]
+    if not chosen:
+        newest.refuse_absence(source, step)
+    there = {(one.step, one.attempt) for one in tier_of(target).checkpoints(certain=True)}
+    opened = ((path, manifest.open(path)) for path in reversed(chosen))
+    return [path for path, made in opened if (made.step, made.attempt) not in there]
+
+
+def bring_each(paths: list[Location], target: Location, progress: Callable[[int, int], object]) -> Iterator[Brought]:
+    """Bring checkpoints to a place, one after the other. A damaged one stays, and those after it are brought.
+
+    Args:
+        paths: The checkpoints.
+        target: The place; made if needed.
+        progress: Called with the bytes that are sent now, and the bytes of all checkpoints.
+
+    Raises:
+        StorageError: A place cannot be read or written.
+    """
+    tier = tier_of(target)
+    tier.make()
+    total = sum(manifest.open(path).nbytes for path in paths)
+    part = Part(b"", pace=lambda nbytes: progress(nbytes, total))
+    for path in paths:
+        sweep_beside(target / step_name(manifest.open(path).step))
+        try:
+            yield Brought(path, bring(path, tier, part))
+        except DatastatesError as error:
+            if not health.is_damage(error):
+                raise
+            yield Brought(path, None, error)

@@ -1,0 +1,89 @@
+"""The further tiers of a run, in order: what waits to be brought to a later one stays where it lies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from datastates.commit.tier import Committed, Tier
+from datastates.config import TierSettings
+from datastates.draining.drain import Around, Drain
+from datastates.ranks.world import World
+from datastates.storage.location import Location
+
+
+class Drains:
+    """Brings the checkpoints of a run into its further tiers. Thread-safe."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        further: Sequence[TierSettings],
+        world: World,
+        *,
+        is_busy: Callable[[], bool],
+        delete: Callable[[], None],
+    ) -> None:
+        """Prepare; nothing is read or written yet.
+
+        Args:
+            tiers: All tiers, the one that the run commits to first.
+            further: The settings of the others.
+            world: The ranks.
+            is_busy: Whether a snapshot is in flight.
+            delete: Deletes the checkpoints of the first tier that are not kept.
+        """
+        self._delete = delete
+        self._every: list[Drain] = []
+        for number, (tier, settings) in enumerate(zip(tiers[1:], further, strict=True), 1):
+            freed = partial(self._free, number)
+            around = Around(world.rank, world.timeout, is_busy, partial(self._stay_in, number), freed)
+            self._every.append(Drain(tiers[:number], tier, settings.keep, around))
+
+    def begin(self) -> None:
+        """Begin to ask the tiers what they have: the run begins to save."""
+        for drain in self._every:
+            drain.begin()
+
+    def add(self, path: Location) -> None:
+        """Note a checkpoint of this run: it is committed in the first tier."""
+        for drain in self._every:
+            drain.add(path)
+
+    def newest(self) -> int:
+        """A number above which new checkpoints are newer than all in the further tiers; see :meth:`Drain.newest`."""
+        self.begin()
+        return max((drain.newest() for drain in self._every), default=0)
+
+    def stay(self, every: Sequence[Committed]) -> list[Location]:
+        """The checkpoints of the first tier that a later tier still needs, and that no tier in between has."""
+        return self._stay_in(0, every)
+
+    def _stay_in(self, number: int, every: Sequence[Committed]) -> list[Location]:
+        return [one.path for one in every if self._must_stay(one, self._every[number:])]
+
+    def _must_stay(self, one: Committed, later: Sequence[Drain]) -> bool:
+        for drain in later:
+            if drain.has(one):
+                return False
+            if drain.needs(one):
+                return True
+        return False
+
+    def _free(self, number: int) -> None:
+        """Delete what earlier tiers than that of a number need to keep no more."""
+        self._delete()
+        for drain in self._every[: number - 1]:
+            drain.delete()
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until nothing is due; after ``timeout`` seconds, says what is not done and why, else nothing."""
+        end = None if timeout is None else time.monotonic() + timeout
+        left = [one for one in self._every if not one.wait(None if end is None else max(0.0, end - time.monotonic()))]
+        return "; ".join(f"{one.target.root}{': ' * bool(one.failure)}{one.failure}" for one in left)
+
+    def close(self) -> None:
+        """Bring what is due, and end; see :meth:`Drain.close`."""
+        for drain in self._every:
+            drain.close()

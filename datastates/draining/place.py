@@ -1,0 +1,87 @@
+"""Where a run saves: its tiers, and its right to save in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from datastates.commit.nearest import Nearest
+from datastates.commit.opening import Opening
+from datastates.commit.run import Run
+from datastates.commit.tier import Listing, Tier
+from datastates.commit.tiers import tier_of
+from datastates.config import Settings
+from datastates.draining.drains import Drains
+from datastates.errors import SettingsError
+from datastates.ranks.world import World, meet
+from datastates.storage.location import Location, PathLike
+
+
+class Place:
+    """The tiers of a run as one rank knows them. Thread-safe, once it is opened.
+
+    Attributes:
+        root: The place that the run commits to.
+        listing: The checkpoints of all tiers.
+        opening: The right to save in the first tier.
+        run: The saves in the first tier.
+        drains: Bring the checkpoints into the other tiers.
+    """
+
+    opening: Opening
+    run: Run
+    drains: Drains
+
+    def __init__(self, root: Location, settings: Settings) -> None:
+        """Make the place, where it needs to be made.
+
+        Raises:
+            SettingsError: A tier is given twice, or no store serves it.
+            StorageError: The place cannot be made.
+            ValueError: No store serves it.
+        """
+        self.root = root
+        self._settings = settings
+        self._tiers = [tier_of(root)]
+        for one in settings.tiers:
+            self._tiers.append(self._further(one.path))
+        self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
+        self._tiers[0].make()
+
+    def _further(self, path: PathLike) -> Tier:
+        try:
+            tier = tier_of(Location.of(path))
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"tiers: {error}") from error
+        if tier.root in [other.root for other in self._tiers]:
+            raise SettingsError(f"tiers: {tier.root} is given twice")
+        return tier
+
+    def open(self, world: World, name: str, is_busy: Callable[[], bool]) -> None:
+        """Open it with all ranks.
+
+        Args:
+            world: The ranks.
+            name: The name of the agreement, the same on all ranks.
+            is_busy: Whether a snapshot of the run is in flight.
+
+        Raises:
+            CommitError, RanksMissingError: As :func:`meet` does.
+        """
+        first, settings = self._tiers[0], self._settings
+        every = ", then ".join(str(tier.root) for tier in self._tiers)
+        self.opening = first.opening(meet(world, name, every, first.begin_opening))
+        self.run = Run(
+            first,
+            self.opening,
+            settings.keep,
+            is_coordinator=world.rank == 0,
+            above=lambda: self.drains.newest(),
+            stay=(lambda every: self.drains.stay(every)) if settings.tiers else None,
+            committed=lambda path: self.drains.add(path),
+        )
+        self.drains = Drains(self._tiers, settings.tiers, world, is_busy=is_busy, delete=self.run.delete)
+
+    def close(self) -> None:
+        """Bring what is due to the other tiers, and give up the right to save. Can be repeated."""
+        self.drains.close()
+        self.opening.close()

@@ -1,0 +1,319 @@
+"""A checkpointer commits to its first tier, and its checkpoints come to the others in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from far_store import FarStore, Held
+
+import datastates as ds
+from datastates._base.waiting import Bell
+from datastates.commit.tiers import tier_of
+from datastates.config import TierSettings
+from datastates.draining import drain
+from datastates.errors import FormatError, SettingsError, SnapshotTimeoutError, StorageError
+from datastates.providers import from_state_dict
+from datastates.storage import Location
+from datastates.testing import equal
+
+FAR = "far://bucket/run"
+
+
+def state(step: int) -> dict[str, Any]:
+    generator = np.random.default_rng(step)
+    return {"w": generator.normal(size=200_000).astype(np.float32), "b": np.arange(8) + step, "step": step}
+
+
+def save(checkpointer: ds.Checkpointer, step: int) -> ds.Snapshot:
+    taken = checkpointer.snapshot([from_state_dict("model", state(step))], step=step)
+    taken.wait_committed()
+    return taken
+
+
+def steps_in(place: Any) -> list[int]:
+    """The steps in a place, the oldest first."""
+    every = [one for one in tier_of(Location.of(place)).checkpoints() if one.sequence is not None]
+    return [one.step for one in sorted(every, key=lambda one: one.sequence or 0)]
+
+
+def names_in(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if not path.name.startswith("."))
+
+
+def test_each_checkpoint_comes_to_every_tier_in_order(first: Path, tmp_path: Path, store: FarStore) -> None:
+    shared = tmp_path / "shared"
+    with ds.Checkpointer(first, tiers=[shared, FAR]) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+        checkpointer.wait_drained()
+        for place in (first, shared, FAR):
+            assert steps_in(place) == [1, 2, 3]
+            for step in (1, 2, 3):
+                assert equal(ds.load(place, step=step)["model"], state(step))
+    for step in (1, 2, 3):
+        bytes_of = {place: (place / f"step-{step:08d}" / "rank-00000.pt").read_bytes() for place in (first, shared)}
+        (path,) = [one.path for one in tier_of(Location(FAR)).checkpoints() if one.step == step]
+        attempt = path.name.rpartition(".")[2]
+        far = store.read_all(path / f"rank-00000.{attempt}.pt")
+        assert bytes_of[first] == bytes_of[shared] == far
+        manifests = {(place / f"step-{step:08d}" / "manifest.json").read_bytes() for place in (first, shared)}
+        assert len(manifests) == 1
+
+
+def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: FarStore) -> None:
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR, keep_last=1) as checkpointer:
+        for step in range(1, 5):
+            assert save(checkpointer, step).committed
+        with pytest.raises(SnapshotTimeoutError, match="the server does not answer"):
+            checkpointer.wait_drained(0.05)
+        assert names_in(first) == [f"step-{step:08d}" for step in range(1, 5)]  # it still needs them
+        store.dead = False
+        checkpointer.wait_drained()
+        assert steps_in(FAR) == [1, 2, 3, 4]
+        assert names_in(first) == ["step-00000004"]
+    for step in range(1, 5):
+        assert equal(ds.load(FAR, step=step)["model"], state(step))
+
+
+def test_a_store_that_stays_dead_is_left_to_a_later_run(
+    first: Path, store: FarStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        save(checkpointer, 2)
+    assert "datastates drain" in caplog.text
+    store.dead = False
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 3)
+    assert steps_in(FAR) == [1, 2, 3]
+
+
+def test_the_newest_goes_first(first: Path, store: FarStore) -> None:
+    store.before = held = Held("upload")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        assert held.reached.wait(60)
+        for step in (2, 3):
+            save(checkpointer, step)
+        held.go.set()
+        checkpointer.wait_drained()
+    made = store.requests("upload")
+    attempts = {one.path.name.rpartition(".")[2]: one.step for one in tier_of(Location(FAR)).checkpoints()}
+    assert [attempts[name.split(".")[1]] for name in made] == [1, 3, 2]
+
+
+def test_what_was_sent_is_not_sent_again(first: Path, store: FarStore) -> None:
+    def fail(request: str, path: Location) -> None:
+        if request == "create" and path.name == "manifest.json":
+            store.dead = True
+
+    store.before = fail
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+    assert len(store.requests("upload")) == 1
+    store.dead, store.before = False, lambda request, path: None
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 2)
+    assert steps_in(FAR) == [1, 2]
+    assert len(store.requests("upload")) == 2
+
+
+def test_a_fenced_attempt_takes_another_name(first: Path, store: FarStore) -> None:
+    """A clean-up that came a day later has decided against it: what was sent is gone, and is sent again."""
+
+    def fail(request: str, path: Location) -> None:
+        if request == "create" and path.name == "manifest.json":
+            store.dead = True
+
+    store.before = fail
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+    store.dead, store.before = False, lambda request, path: None
+    store.age(2 * 86_400)
+    tier_of(Location(FAR)).sweep()
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 2)
+    assert steps_in(FAR) == [1, 2]
+    assert equal(ds.load(FAR, step=1)["model"], state(1))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fresh_disk_goes_on_above_what_the_store_has(
+    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Also where the store could not be asked before the first checkpoints got their numbers."""
+    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+    store.dead = late
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 2)
+        save(checkpointer, 1)
+        store.dead = False
+        checkpointer.wait_drained()
+        save(checkpointer, 0)
+        checkpointer.wait_drained()
+        assert checkpointer.latest() == 0
+    assert steps_in(first) == [2, 1, 0]
+    assert steps_in(FAR)[-3:] == [2, 1, 0]
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        assert checkpointer.latest() == 0
+
+
+def test_each_tier_has_its_own_retention(first: Path, tmp_path: Path, store: FarStore) -> None:
+    tiers = [{"path": tmp_path / "second", "keep_last": 3}, TierSettings(path=FAR, keep_last=1, keep_every=2)]
+    with ds.Checkpointer(first, tiers=tiers, keep_last=2) as checkpointer:
+        for step in range(1, 8):
+            save(checkpointer, step)
+            checkpointer.wait_drained()
+    assert steps_in(first) == [6, 7]
+    assert steps_in(tmp_path / "second") == [5, 6, 7]
+    assert steps_in(FAR) == [2, 4, 6, 7]
+
+
+def test_the_newest_of_all_places_is_restored(first: Path, tmp_path: Path, store: FarStore) -> None:
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+    with ds.Checkpointer(tmp_path / "fresh", tiers=FAR) as checkpointer:
+        live = state(0)
+        restored = checkpointer.restore([from_state_dict("model", live)])
+        assert restored is not None
+        assert (restored.step, str(restored.path).rpartition("/")[0]) == (2, FAR)
+        assert equal(live, state(2))
+        assert checkpointer.steps() == [1, 2]
+        save(checkpointer, 3)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:  # this disk is older than the store
+        assert checkpointer.latest() == 3
+        restored = checkpointer.restore([from_state_dict("model", live)])
+        assert restored is not None
+        assert restored.step == 3
+        restored = checkpointer.restore([from_state_dict("model", live)], step=2)
+        assert restored is not None
+        assert restored.path == first / "step-00000002"
+
+
+def test_a_tier_that_cannot_be_asked_may_have_the_newest(first: Path, store: FarStore) -> None:
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer.wait_drained()
+        store.dead = True
+        with pytest.raises(StorageError, match="the server does not answer"):
+            checkpointer.restore([from_state_dict("model", state(0))])
+        with pytest.raises(StorageError):
+            checkpointer.latest()
+
+
+def test_a_damaged_copy_is_read_from_the_next_place(first: Path, store: FarStore) -> None:
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer.wait_drained()
+        (first / "step-00000001" / "rank-00000.pt").unlink()
+        live = state(0)
+        restored = checkpointer.restore([from_state_dict("model", live)])
+        assert restored is not None
+        assert str(restored.path).startswith(FAR)
+        assert equal(live, state(1))
+
+
+def test_damage_does_not_travel(first: Path, store: FarStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR, keep_last=9) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+        path = first / "step-00000002" / "rank-00000.pt"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        store.dead = False
+        checkpointer.wait_drained()
+    assert steps_in(FAR) == [1, 3]
+    assert "'model/w'" in caplog.text
+    assert not any("00000002" in name for name in store.entries(Location(FAR), deep=True))
+
+
+def test_a_newer_run_fences_the_drains_of_an_older_one(
+    first: Path, tmp_path: Path, store: FarStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ds.Checkpointer(first, tiers=FAR) as old:
+        save(old, 1)
+        old.wait_drained()
+        with monkeypatch.context() as context:
+            context.setattr("datastates.commit.object_opening.owner_of", lambda process: "another process")
+            context.setattr("datastates.commit.fence.owner_of", lambda process: "another process")
+            with ds.Checkpointer(tmp_path / "other", tiers=FAR) as new:
+                save(new, 5)
+        save(old, 2)
+        old.wait_drained()
+        assert old.steps()
+    assert steps_in(FAR) == [1, 5]
+    assert "nothing is brought" in caplog.text
+
+
+def test_a_snapshot_in_flight_comes_first(first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain waits for it between two pieces, but goes on in the end: there may always be one."""
+    waits: list[float | None] = []
+    monkeypatch.setattr(drain, "_PIECE", 1)
+    monkeypatch.setattr(drain, "_ASIDE", 0.001)
+    wait = Bell.wait_for
+
+    def wait_for(self: Bell, holds: Any, timeout: float | None = None) -> Any:
+        if timeout == 0.001:
+            waits.append(timeout)
+        return wait(self, holds, timeout)
+
+    monkeypatch.setattr(Bell, "wait_for", wait_for)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer.wait_drained()
+        assert not waits
+        store.asked.clear()
+        (one,) = checkpointer._place.drains._every
+        one._around = one._around._replace(is_busy=lambda: True)
+        save(checkpointer, 2)
+        checkpointer.wait_drained()
+    assert len(waits) == len(store.requests("piece"))
+    assert steps_in(FAR) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "text"),
+    [
+        (["nowhere://bucket/run"], "nowhere"),
+        ([{"path": "/x", "keep": 3}], "tiers"),
+        ([3], "tiers"),
+        ([FAR, FAR], f"{FAR} is given twice"),
+    ],
+)
+def test_impossible_tiers_are_refused(first: Path, store: FarStore, tiers: Any, text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        ds.Checkpointer(first, tiers=tiers)
+
+
+def test_the_first_tier_is_no_further_one(first: Path) -> None:
+    with pytest.raises(SettingsError, match="given twice"):
+        ds.Checkpointer(first, tiers=[first])
+
+
+def test_who_only_reads_brings_nothing(first: Path, store: FarStore) -> None:
+    with ds.Checkpointer(first) as checkpointer:
+        save(checkpointer, 1)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        assert checkpointer.latest() == 1
+    assert not store.entries(Location(FAR), deep=True)
+
+
+def test_a_manifest_that_is_garbled_is_no_checkpoint_to_bring(first: Path, store: FarStore) -> None:
+    with ds.Checkpointer(first) as checkpointer:
+        save(checkpointer, 1)
+    (first / "step-00000001" / "manifest.json").write_bytes(b"{")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 2)
+    assert steps_in(FAR) == [2]
+    with pytest.raises(FormatError):
+        ds.load(first, step=1)
