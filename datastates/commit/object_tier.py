@@ -169,20 +169,20 @@ class ObjectTier(Tier):
     @override
     def arriving(self, target: Location, attempt: str, mark: bytes) -> Uncommitted | Location:
         """As :meth:`Tier.arriving`. A key that is decided stays so: behind a fence or a mark, other names are taken."""
+        names = self.names()
         for number in itertools.count():
-            digest = (
-                attempt if not number else hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
-            )
-            path = target.with_name(f"{target.name}.{digest}")
-            if store_of(path).is_file(_marked(path)):
+            other = hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
+            path = target.with_name(f"{target.name}.{other if number else attempt}")
+            if _mark(path.name) in names:
                 continue
             try:
-                if manifest.open(path).attempt == attempt:
+                if path.name in names and manifest.open(path).attempt == attempt:
                     return path
             except manifest.DecidedAgainstError:
                 continue
             except CheckpointNotFoundError:
-                return ObjectPending(self, target, attempt, mark, path)
+                pass
+            return ObjectPending(self, target, attempt, mark, path)
         raise AssertionError("names do not end")
 
     # --- reading

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from datastates.commit import catalog, manifest
 from datastates.commit.manifest import Manifest, container_name
-from datastates.commit.names import step_name
-from datastates.commit.tier import Tier, Uncommitted
+from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
 from datastates.container import every_byte
 from datastates.container.file import Named, read_index
@@ -27,7 +26,6 @@ class Part(NamedTuple):
     """The part of one process in bringing a checkpoint into a tier.
 
     Attributes:
-        mark: As for :meth:`Tier.pending`.
         ranks: The ranks whose containers this process copies; None: of all ranks.
         commits: Whether it commits, once the containers of all ranks are there.
         sequence: Its sequence number in the tier; None: that in its manifest.
@@ -35,7 +33,6 @@ class Part(NamedTuple):
         pace: Called with the number of bytes before they are sent. It may wait, and what it raises ends the copying.
     """
 
-    mark: bytes
     ranks: Collection[int] | None = None
     commits: bool = True
     sequence: int | None = None
@@ -43,25 +40,22 @@ class Part(NamedTuple):
     pace: Callable[[int], object] = lambda nbytes: None
 
 
-def bring(path: Location, target: Tier, part: Part) -> Location | None:
-    """Bring the checkpoint at ``path`` into a tier; returns where it lies there, or None if it is not committed yet.
+def bring(path: Location, found: Uncommitted, part: Part) -> Location | None:
+    """Bring the checkpoint at ``path`` to where :meth:`Tier.arriving` says; returns its path there.
 
-    It goes on where an earlier call of any process has stopped.
+    None: it is not committed, as ``part`` says, or as the containers of other processes are missing yet. It goes on
+    where an earlier call of any process has stopped.
 
     Raises:
         CheckpointNotFoundError: ``path`` is no checkpoint any more.
         CorruptError, FormatError: It is damaged; the message names the file and the tensor, the object or the place.
         StorageError: It cannot be read, or the tier cannot be written.
-        CommitError: Another process has given its attempt up there. A later call takes another name.
+        CommitError: Another process has given its attempt up there. A later try takes another name.
     """
     with tier_of(path.parent).protect(path):
-        made = manifest.open(path)
-        found = target.arriving(target.root / step_name(made.step), made.attempt, part.mark)
-        if isinstance(found, Location):
-            return found
         try:
             found.begin()
-            brought = _bring(path, made, found, part)
+            brought = _bring(path, manifest.open(path), found, part)
         except BaseException:
             found.leave()  # what is there already need not be sent again
             found.abandon()

@@ -65,11 +65,14 @@ def bring_each(paths: list[Location], target: Location, progress: Callable[[int,
     tier = tier_of(target)
     tier.make()
     total = sum(manifest.open(path).nbytes for path in paths)
-    part = Part(b"", pace=lambda nbytes: progress(nbytes, total))
+    part = Part(pace=lambda nbytes: progress(nbytes, total))
     for path in paths:
-        sweep_beside(target / step_name(manifest.open(path).step))
+        made = manifest.open(path)
+        place = target / step_name(made.step)
+        sweep_beside(place)
         try:
-            yield Brought(path, bring(path, tier, part))
+            found = tier.arriving(place, made.attempt, b"")
+            yield Brought(path, found if isinstance(found, Location) else bring(path, found, part))
         except DatastatesError as error:
             if not health.is_damage(error):
                 raise

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from datastates._base import log, workers
 from datastates._base.waiting import Bell
 from datastates._base.workers import Workers
-from datastates.commit import health, retention
+from datastates.commit import health, manifest, retention
+from datastates.commit.names import step_name
 from datastates.commit.run import Run
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.draining.bring import Part, bring
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FencedError, StorageError, said
@@ -215,7 +216,10 @@ class Drain:
             return None
         try:
             self.target.make()
-            bring(path, self.target, Part(b"", ranks=(self._around.rank,), commits=False, pace=self._pace_of))
+            made = manifest.open(path)
+            found = self.target.arriving(self.target.root / step_name(made.step), made.attempt, b"")
+            if not isinstance(found, Location):
+                bring(path, found, Part((self._around.rank,), commits=False, pace=self._pace_of))
         except CheckpointNotFoundError:
             log.debug("%s was deleted before it was brought to %s", path, self.target.root)
         self._own.pop(path)
@@ -225,10 +229,16 @@ class Drain:
         """On rank 0: bring the newest checkpoint that is due. False: other ranks are still copying all that is due."""
         run = self._run = self._run or self._opened()
         run.begin()
-        due = self._due()
-        for one in due:
-            if self._bring(run, one) is not None:
-                return True
+        assert run.opening is not None
+        with self.target.listed_once():
+            due = self._due()
+            found = [
+                self.target.arriving(self.target.root / step_name(one.step), one.attempt, run.opening.mark)
+                for one, *_ in due
+            ]
+        for copies, there in zip(due, found, strict=True):
+            if isinstance(there, Location) or self._bring(run, copies, there):
+                return len(due) > 1 or None
         return False if due else None
 
     def _opened(self) -> Run:
@@ -257,21 +267,22 @@ class Drain:
     def _is_whole(self, one: Committed) -> bool:
         return one.path.parent != self.target.root or retention.is_whole(self.target, one)
 
-    def _bring(self, run: Run, copies: list[Committed]) -> Location | None:
-        """Bring one checkpoint from the first of its places where it is whole."""
+    def _bring(self, run: Run, copies: list[Committed], found: Uncommitted) -> bool:
+        """Bring one checkpoint from the first of its places where it is whole; False if other ranks still copy."""
         assert run.opening is not None
         identity = copies[0].step, copies[0].attempt
         ranks = (self._around.rank,) if copies[0].path in self._own else None
-        number = self._number(copies[0])
-        part = Part(run.opening.mark, ranks, True, number, run.opening.refuse_if_fenced, self._pace_of)
+        part = Part(ranks, True, self._number(copies[0]), run.opening.refuse_if_fenced, self._pace_of)
         for one in copies:
             try:
-                if (path := bring(one.path, self.target, part)) is not None:
-                    self._own.pop(one.path, None)
-                    self._known.add(identity)
+                if bring(one.path, found, part) is None:
+                    return False
+                self._own.pop(one.path, None)
+                self._known.add(identity)
+                with self.target.listed_once():
                     run.retain()
-                    self._around.arrived()
-                return path
+                self._around.arrived()
+                return True
             except CheckpointNotFoundError:
                 continue
             except DatastatesError as error:
@@ -279,7 +290,7 @@ class Drain:
                     raise
                 log.error("%s is not brought to %s: %s", one.path, self.target.root, error)
         self._lost.add(identity)
-        return copies[0].path
+        return True
 
     def _number(self, one: Committed) -> int:
         """The sequence number in the target: as in the first tier, unless it was given before the target was asked."""
