@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,12 @@ _VERSION_1 = _Files(
     ("total_inactive_file", "total_active_file"),
 )
 _VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def local_ranks() -> int:
+    """The number of ranks on this host: ``LOCAL_WORLD_SIZE``, or 1."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 def host_memory(root: Path = Path("/"), *, swap: bool = False) -> int:

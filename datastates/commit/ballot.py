@@ -15,7 +15,7 @@ from datastates.commit import catalog, manifest
 from datastates.commit.claims import PRIME, Claims, decode_claims, describe_conflicts, encode_claims
 from datastates.commit.names import step_name
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
-from datastates.commit.run import Run, explain, is_full
+from datastates.commit.run import Run, explain, is_full, refuse_short_memory
 from datastates.commit.tier import Uncommitted
 from datastates.container.file import open_container
 from datastates.container.table import ShardTable
@@ -132,15 +132,17 @@ class Ballot:
         """The path that the checkpoint gets, unless it becomes a revision."""
         return self._target or self._run.tier.root / step_name(self.step)
 
-    def open(self) -> None:
-        """Begin the checkpoint.
+    def open(self, nbytes: int) -> None:
+        """Begin the checkpoint. Its container here will have about ``nbytes`` bytes.
 
         Raises:
             FencedError: A newer run has begun to save in the directory.
-            StorageError: Rank 0 cannot write down that this run saves there, or the place of the files is not made.
+            StorageError: Rank 0 cannot write down that this run saves there, or the place of the files is not made. Or
+                it is in memory, and too little is free.
         """
         run = self._run
         run.begin()
+        refuse_short_memory(run.tier, nbytes)
         mark = None if run.opening is None else run.opening.mark
         self._pending = pending = run.tier.pending(self.target, self._attempt, mark)
         self.path = pending.file(manifest.container_name(self.world.rank))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing_extensions import override
 
 from datastates._base import log
+from datastates._base.cached import cached_property
 from datastates._base.process import is_gone, own_name
 from datastates.commit import fence, manifest
 from datastates.commit.directories import entries, partials
@@ -42,6 +43,11 @@ class DirectoryTier(Tier):
         super().__init__(root)
         self._found: dict[str, tuple[int, Committed]] = {}
         self._last = ""
+
+    @cached_property
+    @override
+    def in_memory(self) -> bool:
+        return folders_of(self.root).is_in_memory(self.root)
 
     @override
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:

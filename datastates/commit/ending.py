@@ -31,8 +31,8 @@ class Ending(Protocol):
     identity: Identity
     committed: float | None
 
-    def open(self) -> None:
-        """Make the folder for the container. If this raises, or is interrupted, call :meth:`abandon`."""
+    def open(self, nbytes: int) -> None:
+        """Make the folder for a container of about ``nbytes`` bytes. If this fails, call :meth:`abandon`."""
 
     def commit(self, vote: Vote) -> Location:
         """Commit the container once it is on stable storage; returns the path of the result."""
@@ -58,8 +58,9 @@ class FileEnding:
     identity: Identity
     committed: float | None = None
 
-    def open(self) -> None:
+    def open(self, nbytes: int) -> None:
         """Do nothing: the caller has made the folder."""
+        del nbytes
 
     def commit(self, vote: Vote) -> Location:
         """Return the path of the file; the caller does the rest."""

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from datastates._base.free_memory import host_memory, local_ranks
 from datastates.commit import manifest, retention
 from datastates.commit.opening import Opening
 from datastates.commit.tier import Committed, Tier
@@ -97,6 +98,13 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, StorageError):
         return error.errno in _FULL
     return isinstance(error, CommitError) and any(os.strerror(number) in str(error) for number in _FULL)
+
+
+def refuse_short_memory(tier: Tier, nbytes: int) -> None:
+    """Raise StorageError if a tier is in memory that the file of a rank does not fit into: the kernel would kill it."""
+    if tier.in_memory and nbytes > (free := host_memory() // local_ranks()):
+        text = f"the file needs {size(nbytes)} of memory, and {size(free)} are free for it"
+        raise StorageError(errno.ENOSPC, "write", str(tier.root), text)
 
 
 def explain(error: BaseException, needed: int, root: Location, more: str) -> None:

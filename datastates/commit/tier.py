@@ -160,6 +160,11 @@ class Tier(Listing):
 
     whole: set[Location] | None = None
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the checkpoints take memory of this host, as on tmpfs, and end with it."""
+        return False
+
     # --- reading
 
     def listed_once(self) -> contextlib.AbstractContextManager[None]:

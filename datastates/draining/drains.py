@@ -12,6 +12,9 @@ from datastates.draining.drain import Around, Drain
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
+_IN_MEMORY = 2
+"""Checkpoints that stay in memory until a later tier has them."""
+
 
 class Drains:
     """Brings the checkpoints of a run into its further tiers. Thread-safe."""
@@ -35,6 +38,7 @@ class Drains:
             delete: Deletes the checkpoints of the first tier that are not kept.
         """
         self._delete = delete
+        self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
         for number, (tier, settings) in enumerate(zip(tiers[1:], further, strict=True), 1):
             freed = partial(self._free, number)
@@ -57,8 +61,12 @@ class Drains:
         return max((drain.newest() for drain in self._every), default=0)
 
     def stay(self, every: Sequence[Committed]) -> list[Location]:
-        """The checkpoints of the first tier that a later tier still needs, and that no tier in between has."""
-        return self._stay_in(0, every)
+        """The checkpoints of the first tier that a later tier still needs, and that no tier in between has.
+
+        Of a tier in memory, only the newest few: what comes too fast for the later tiers must not fill it.
+        """
+        newest_first = sorted(every, key=lambda one: one.sequence or 0, reverse=True)
+        return self._stay_in(0, newest_first)[: _IN_MEMORY if self._in_memory else None]
 
     def _stay_in(self, number: int, every: Sequence[Committed]) -> list[Location]:
         return [one.path for one in every if self._must_stay(one, self._every[number:])]

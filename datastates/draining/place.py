@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from datastates.commit.nearest import Nearest
 from datastates.commit.opening import Opening
@@ -46,6 +47,9 @@ class Place:
             self._tiers.append(self._further(one.path))
         self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
         self._tiers[0].make()
+        self._keep = settings.keep
+        if settings.tiers and self._keep.last is None and self._tiers[0].in_memory:
+            self._keep = replace(self._keep, last=1)
 
     def _further(self, path: PathLike) -> Tier:
         try:
@@ -73,7 +77,7 @@ class Place:
         self.run = Run(
             first,
             self.opening,
-            settings.keep,
+            self._keep,
             is_coordinator=world.rank == 0,
             above=lambda: self.drains.newest(),
             stay=(lambda every: self.drains.stay(every)) if settings.tiers else None,

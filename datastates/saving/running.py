@@ -135,7 +135,7 @@ class Running:
         """
         plan = self.planned.prepared
         if plan.eager_extents > 1:
-            self.ending.open()
+            self.ending.open(self.planned.frame.plan.end)
             self._is_open = True
         path = self.ending.path if self._is_open else None
         structure, places = self.collected.structure, self.collected.places
@@ -148,7 +148,7 @@ class Running:
     def open(self) -> None:
         """Make the directory for the file, if :meth:`begin` has not done so, and let the job create the file."""
         if not self._is_open:
-            self.ending.open()
+            self.ending.open(self.planned.frame.plan.end)
             self._is_open = True
             self.executor.create(self.job, self.ending.path, self.planned.prepared)
 

@@ -93,6 +93,11 @@ class Folders(Store):
         del path
         return None
 
+    def is_in_memory(self, path: Location) -> bool:
+        """Whether a path lies in memory of this host, as on tmpfs."""
+        del path
+        return False
+
     def mount(self, path: Location) -> str:
         """Where the storage that holds a path is mounted; empty where there is no such thing."""
         del path

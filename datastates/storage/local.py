@@ -104,6 +104,10 @@ class LocalStore(Folders):
         return found.f_bavail * found.f_frsize
 
     @override
+    def is_in_memory(self, path: Location) -> bool:
+        return local_files.kind_under(path) in ("tmpfs", "ramfs")
+
+    @override
     def mount(self, path: Location) -> str:
         return local_files.under(path)
 

@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -214,7 +214,7 @@ def refuse_lost(path: PathLike) -> None:
     """Raise StorageError if a path leads into a mount point that was remembered and is mounted no longer."""
     real = os.path.realpath(path)
     now = _points()
-    if now and (lost := _deepest(real, _used - now)) and len(lost) > len(_deepest(real, now)):
+    if now and (lost := _deepest(real, _used - now.keys())) and len(lost) > len(_deepest(real, now)):
         raise StorageError(
             errno.ENOENT, "mkdir", os.fspath(path), f"{os.fspath(path)} is not there: the mount at {lost} is lost"
         )
@@ -225,15 +225,24 @@ def under(path: PathLike) -> str:
     return _deepest(os.path.realpath(path), _points())
 
 
-def _points() -> set[str]:
-    """The mount points of this process."""
+def kind_under(path: PathLike) -> str:
+    """The kind of the file system that holds a path; empty if the system does not tell."""
+    points = _points()
+    return points.get(_deepest(os.path.realpath(path), points), "")
+
+
+def _points() -> dict[str, str]:
+    """The mount points of this process, each with the kind of what is mounted there last."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-        return {os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), line.split()[4])) for line in lines}
-    return set()
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
+        return {
+            os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), line[4])): line[line.index(b"-") + 1].decode()
+            for line in lines
+        }
+    return {}
 
 
-def _deepest(path: str, points: set[str]) -> str:
+def _deepest(path: str, points: Collection[str]) -> str:
     while path not in points:
         if path in ("/", ""):
             return ""
