@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from datastates._base import log
 from datastates.commit import newest
 from datastates.commit.ballot import Ballot
-from datastates.commit.names import checked_step
+from datastates.commit.names import Metric, checked_metric, checked_step
 from datastates.config import Options, Settings
 from datastates.draining.place import Place
 from datastates.errors import (
@@ -113,7 +113,7 @@ class Checkpointer:
 
     # --- saving
 
-    def snapshot(self, providers: Sequence[StateProvider], *, step: int) -> Snapshot:
+    def snapshot(self, providers: Sequence[StateProvider], *, step: int, metric: Metric = None) -> Snapshot:
         """Take a snapshot of all providers. It returns when everything that is not lazy has been copied.
 
         Lazy state, such as parameters and optimizer states, is captured while training continues. Every torch
@@ -127,6 +127,8 @@ class Checkpointer:
             step: The number of the training step, from 0 to 10**18 - 1. If the step was saved before, the new
                 checkpoint supersedes the old one when it is committed. The newest checkpoint is the one taken last, not
                 the one of the highest step: after a roll-back, earlier checkpoints of higher steps are older.
+            metric: A number that says how good the checkpoint is, also of NumPy or torch, for ``keep_best`` and ``ls``.
+                NaN and an infinity mean None. Rank 0's counts; other ranks' are ignored. One on a GPU is waited for.
 
         Returns:
             The snapshot. Failures of storage, of devices or of other ranks make it fail, and are not raised here. So
@@ -138,7 +140,7 @@ class Checkpointer:
                 SnapshotSkippedError, which is logged.
             SnapshotRefusedError: Too many snapshots are in flight, and ``when_busy="refuse"``.
             ProviderError: A provider describes its state wrongly, or an object does not pickle.
-            TypeError, ValueError: ``providers`` or ``step`` is impossible.
+            TypeError, ValueError: ``providers``, ``step`` or ``metric`` is impossible.
             SettingsError: The ranks of the framework have changed since the checkpointer was made.
             FencedError: A newer run has begun to save in the directory, and a snapshot has failed of it. On the other
                 ranks, this snapshot fails.
@@ -153,6 +155,7 @@ class Checkpointer:
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call
             ballot.step = step = checked_step(step)
+            ballot.metric = None if metric is None else checked_metric(metric)
             if (failure := self._taken.failure()) is not None:
                 raise failure
             self._place.opening.refuse_if_known_fenced()

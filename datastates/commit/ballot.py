@@ -89,6 +89,8 @@ class Ballot:
 
     Attributes:
         step: The step of the checkpoint.
+        metric: How good the checkpoint is: a finite number, None without one. It can be given until the commit, and
+            that of the coordinator counts.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Ballot:
         """
         self.world = world
         self.step = step
+        self.metric: float | None = None
         self.identity: dict[str, int | str] = {}
         self.committed: float | None = None
         self._name = name
@@ -271,6 +274,7 @@ class Ballot:
                 sequence=sequence,
                 attempt=pending.attempt,
                 created=manifest.now(),
+                metric=self.metric,
                 world_size=self.world.size,
                 containers=containers,
                 catalog=written,

@@ -94,7 +94,7 @@ class DirectoryTier(Tier):
         except StorageError:
             if certain:
                 raise
-        return Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, entry, 0)
+        return Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, entry, 0, facts.metric)
 
     @override
     def is_link(self, path: Location) -> bool:

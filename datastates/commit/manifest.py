@@ -73,6 +73,8 @@ class Manifest(_Model):
     """A random name shared by all containers of one snapshot."""
     created: Annotated[str, Field(max_length=64)]
     """When it was committed, ISO 8601, UTC."""
+    metric: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """How good it is, as its writer said."""
     world_size: Annotated[int, Field(ge=1)]
     containers: tuple[ContainerEntry, ...]
     catalog: CatalogEntry | None = None
@@ -202,12 +204,13 @@ class Facts(NamedTuple):
 
     sequence: int | None = None
     attempt: str = ""
+    metric: float | None = None
 
 
 def facts_in(path: Location) -> Facts:
     """The facts in the manifest of the checkpoint directory ``path``; raises what :func:`open` does."""
     opened = open(path)
-    return Facts(opened.sequence or 0, opened.attempt)
+    return Facts(opened.sequence or 0, opened.attempt, opened.metric)
 
 
 @functools.lru_cache(maxsize=1 << 16)

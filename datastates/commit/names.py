@@ -7,11 +7,12 @@ seen on another, though each lock succeeds. So every writer leaves a line of its
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import os
 import re
 import secrets
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 from datastates._base.process import own_name
 from datastates.storage.location import Location
@@ -37,6 +38,10 @@ _KEPT = 100
 """Bytes of a too long name that are kept in the name of its partial directory."""
 
 
+Metric = SupportsFloat | None
+"""A metric as it is given: a number, also of NumPy or torch; None without one."""
+
+
 def checked_step(step: Any) -> int:
     """A step from any integer, also one of NumPy; raises TypeError or ValueError for anything else."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
@@ -45,6 +50,21 @@ def checked_step(step: Any) -> int:
     if not 0 <= number < 10**18:
         raise ValueError(f"step: {number} is not from 0 to 10**18 - 1")
     return number
+
+
+def checked_metric(metric: Any) -> float | None:
+    """A finite metric from any number, also one of NumPy or torch, on any device; None for NaN and an infinity.
+
+    Raises:
+        TypeError: It is something else, such as a bool, a text or several numbers.
+    """
+    try:
+        value = metric.item() if hasattr(metric, "item") else metric
+        if not isinstance(value, bool | str | bytes):
+            return number if math.isfinite(number := float(value)) else None
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
+        pass
+    raise TypeError(f"metric: must be a number, got {metric!r:.40} ({type(metric).__name__})")
 
 
 def step_name(step: int) -> str:

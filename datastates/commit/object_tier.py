@@ -105,7 +105,7 @@ class ObjectTier(Tier):
         except StorageError:
             if certain:
                 raise
-        found = Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, path, 0)
+        found = Committed(facts.sequence, int(match[1]), int(match[2] or 0), facts.attempt, path, 0, facts.metric)
         if found.sequence is not None:
             self._known[name] = found
         return found
@@ -126,7 +126,7 @@ class ObjectTier(Tier):
         if made is not None and _attempt(name := one.directory.name):
             assert self.whole is not None
             self.whole.add(one.directory)
-            self._known[name] = Committed(made.sequence, made.step, 0, made.attempt, one.directory, 0)
+            self._known[name] = Committed(made.sequence, made.step, 0, made.attempt, one.directory, 0, made.metric)
             if self._sharing.names is not None:
                 self._sharing.names[name] = Entry("folder", 0, 0, None)
 

@@ -19,7 +19,7 @@ from datastates.storage.location import Location
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint: its identity, which is step and attempt, its place, and the numbers that tell its age.
+    """A committed checkpoint: its identity, which is step and attempt, its place, its age and its metric.
 
     Attributes:
         sequence: The sequence number in its manifest; 0 in a manifest of format 1, None if the manifest is unreadable.
@@ -29,6 +29,7 @@ class Committed(NamedTuple):
         path: The checkpoint.
         changed: When its place was last changed, in nanoseconds by the store's clock; 0 where no manifest in the tier
             is unreadable.
+        metric: How good it is, a finite number; None if nobody said so, or if the manifest is unreadable.
     """
 
     sequence: int | None
@@ -37,6 +38,7 @@ class Committed(NamedTuple):
     attempt: str
     path: Location
     changed: int
+    metric: float | None
 
 
 class Uncommitted(ABC):

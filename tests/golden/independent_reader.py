@@ -59,6 +59,10 @@ def read_manifest(data: bytes) -> dict[str, Any]:
     names = ["format", "step", "sequence", "attempt", "created", "world_size", "containers"]
     if fields["format"] == 1:
         names.remove("sequence")
+    if "metric" in fields:
+        names.insert(names.index("world_size"), "metric")
+        assert type(fields["metric"]) is float
+        assert math.isfinite(fields["metric"])
     assert list(fields) == names + (["catalog"] if fields["world_size"] > 1 else [])
     assert fields["format"] in (1, 2)
     assert [c["rank"] for c in fields["containers"]] == list(range(fields["world_size"]))

@@ -29,7 +29,9 @@ from independent_reader import (
 )
 
 import datastates as ds
+from datastates.commit import manifest
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
+from datastates.storage import Location
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,13 @@ def test_manifest_names_the_container(written: Path, data: bytes) -> None:
     index, _, crc = read_index(data)
     assert fields["containers"] == [{"file": "rank-00000.pt", "rank": 0, "nbytes": len(data), "index_crc32": crc}]
     assert index["identity"] == {"step": 9, "rank": 0, "world_size": 1, "attempt": fields["attempt"]}
+
+
+def test_a_manifest_with_a_metric_has_the_specified_form(written: Path) -> None:
+    opened = manifest.open(Location(written))
+    for metric in (0.1, -0.0, 1e300, 3.0):
+        fields = read_manifest(manifest.encode(opened.model_copy(update={"metric": metric})))
+        assert str(fields["metric"]) == str(metric)
 
 
 def test_arrays_have_their_values(data: bytes, state: dict[str, Any]) -> None:

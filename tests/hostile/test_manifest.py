@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datastates.commit import manifest
 from datastates.errors import FormatError
@@ -84,6 +87,27 @@ def test_impossible_sequence_is_refused(refused: Any, value: Any) -> None:
 def test_a_sequence_in_a_manifest_of_format_1_is_refused(refused: Any) -> None:
     refused("manifest", data=numbered(1).replace(b'"format": 2', b'"format": 1'))
     refused("manifest", data=signed({**FIELDS, "sequence": 1}))
+
+
+def measured(metric: Any) -> bytes:
+    fields = json.loads(numbered(1))
+    del fields["crc32"]
+    after = ("world_size", "containers")
+    return signed({k: fields[k] for k in fields if k not in after} | {"metric": metric} | {k: fields[k] for k in after})
+
+
+@given(metric=st.floats(allow_nan=False, allow_infinity=False))
+def test_every_finite_metric_is_as_it_was(metric: float) -> None:
+    data = measured(metric)
+    decoded = manifest.decode(data, "manifest.json")
+    assert struct.pack("d", decoded.metric) == struct.pack("d", metric)
+    assert manifest.encode(decoded) == data
+
+
+@pytest.mark.parametrize("value", [v for v in NUMBERS if type(v) is not float or v - v], ids=brief)
+def test_what_is_no_metric_is_refused(refused: Any, value: Any) -> None:
+    refused("manifest", data=measured(value))
+    refused("manifest", data=measured(1.5).replace(b"1.5", b"15e-1"))
 
 
 @pytest.mark.parametrize("file", FILES)
