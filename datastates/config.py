@@ -172,25 +172,51 @@ class RankSettings(IoSettings):
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The checkpoints that retention keeps, as ``keep_last`` and ``keep_every`` of :class:`Settings` say."""
+    """The checkpoints that retention keeps, as ``keep_last`` and the like of :class:`Settings` say.
+
+    All, if ``last`` and ``best`` are None. With ``best`` alone, the newest whole one stays, too.
+    """
 
     last: int | None = None
     every: int | None = None
+    best: int | None = None
+    mode: Literal["min", "max"] = "min"
 
 
-class TierSettings(BaseModel):
+class RetentionSettings(BaseModel):
+    """Settings of the checkpoints that are kept in a place."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Number of newest whole checkpoints to keep; None keeps all, or one with keep_best.",
+    )
+    keep_every: int | None = Field(
+        None,
+        ge=1,
+        description="Number of steps: checkpoints at multiples of it are kept in addition to the newest ones; needs "
+        "keep_last or keep_best.",
+    )
+    keep_best: int | None = Field(
+        None,
+        ge=1,
+        description="Number of best whole checkpoints to keep in addition to the newest ones, by the metric given to "
+        "snapshot(). NaN is never the best.",
+    )
+
+    @model_validator(mode="after")
+    def _retention_is_possible(self) -> RetentionSettings:
+        if self.keep_every is not None and self.keep_last is None and self.keep_best is None:
+            raise ValueError("keep_every: nothing is deleted without keep_last or keep_best")
+        return self
+
+
+class TierSettings(RetentionSettings):
     """A further tier of a :class:`~datastates.Checkpointer`: a place that its checkpoints are brought to, too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     path: str | os.PathLike[str] = Field(description="A directory, or an address such as ``s3://bucket/run``.")
-    keep_last: int | None = Field(None, ge=1, description="As of the first tier: None keeps all.")
-    keep_every: int | None = Field(None, ge=1, description="As of the first tier.")
-
-    @property
-    def keep(self) -> Keep:
-        """The checkpoints that retention keeps there."""
-        return Keep(self.keep_last, self.keep_every)
 
 
 def _as_tiers(value: object) -> object:
@@ -201,22 +227,15 @@ def _as_tiers(value: object) -> object:
     return tuple({"path": one} if isinstance(one, (str, os.PathLike)) else one for one in several)
 
 
-class Settings(RankSettings):
+class Settings(RankSettings, RetentionSettings):
     """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
 
+    best_mode: Literal["min", "max"] = Field("min", description="Whether the lowest or the highest metric is the best.")
     tiers: Annotated[tuple[TierSettings, ...], BeforeValidator(_as_tiers)] = Field(
         (),
         description="Further places, in order, that each checkpoint is brought to in the background once it is "
         "committed in the directory: a path or an address each, or TierSettings with retention of their own. A restore "
         "takes the newest checkpoint of all places.",
-    )
-
-    keep_last: int | None = Field(None, ge=1, description="Number of newest whole checkpoints to keep; None keeps all.")
-    keep_every: int | None = Field(
-        None,
-        ge=1,
-        description="Number of steps: checkpoints at multiples of it are kept in addition to the newest ones; needs "
-        "keep_last.",
     )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
@@ -269,16 +288,10 @@ class Settings(RankSettings):
             raise ValueError("grace: it needs handle_sigterm=True, and every, for the loop to ask due(step)")
         return self
 
-    @model_validator(mode="after")
-    def _retention_is_possible(self) -> Settings:
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every: nothing is deleted without keep_last")
-        return self
-
     @property
-    def keep(self) -> Keep:
-        """The checkpoints that retention keeps."""
-        return Keep(self.keep_last, self.keep_every)
+    def keeps(self) -> list[Keep]:
+        """The checkpoints that retention keeps in the first tier, and in each of the others."""
+        return [Keep(one.keep_last, one.keep_every, one.keep_best, self.best_mode) for one in (self, *self.tiers)]
 
 
 class IoOptions(TypedDict, total=False):
@@ -307,6 +320,8 @@ class Options(RankOptions, total=False):
     tiers: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | TierSettings]
     keep_last: int | None
     keep_every: int | None
+    keep_best: int | None
+    best_mode: Literal["min", "max"]
     auto_gate: bool
     on_error: Literal["raise", "warn"] | Callable[[Any], object]
     on_commit: Callable[[Any], object] | None

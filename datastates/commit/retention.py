@@ -51,18 +51,25 @@ def outdated_of(
 ) -> list[Committed]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits, the oldest first of each.
 
-    A damaged checkpoint does not count towards ``keep.last``: so many are kept that look whole. Nor does one whose
-    manifest was unreadable when it was listed: its place in the order is a guess. Nor does a link, and nothing is
-    deleted through one. ``is_whole`` is asked once about a checkpoint, and only where the answer matters.
+    A damaged checkpoint counts neither towards ``keep.last`` nor towards ``keep.best``, and those that stand before
+    enough whole ones stay. Nor does one count whose manifest was unreadable when it was listed: its place in the order
+    is a guess. Nor does a link, and nothing is deleted through one.
+
+    ``is_whole`` is asked once about a checkpoint, and only where the answer matters.
     """
     newest_first = in_order(every)[::-1]
     counts = functools.cache(lambda one: one.sequence is not None and not is_link(one) and is_whole(one))
     again = _superseded(newest_first, counts, is_link)
     rest = [one for one in newest_first if one not in again]
-    if keep.last is None:
+    if keep.last is None and keep.best is None:
         return again[::-1]
-    kept = _first(rest, keep.last, counts)
-    old = [one for one in rest[len(kept) :] if (keep.every is None or one.step % keep.every) and not is_link(one)]
+    beyond = rest[len(_first(rest, keep.last or 1, counts)) :]
+    old = [one for one in beyond if (keep.every is None or one.step % keep.every) and not is_link(one)]
+    if old and keep.best is not None:
+        sign = 1 if keep.mode == "min" else -1
+        measured = sorted((sign * one.metric, i) for i, one in enumerate(rest) if one.metric is not None)
+        best = {*_first([rest[i] for _, i in measured], keep.best, counts)}
+        old = [one for one in old if one not in best]
     return [*again[::-1], *old[::-1]]
 
 

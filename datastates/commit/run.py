@@ -224,6 +224,8 @@ class Run:
                 )
                 return f". {gone} older {which} deleted"
             if left:
-                advice = "or set keep_last" if self._keep.last is None else "or keep fewer by keep_last and keep_every"
-                return f". {taken(left)} could go: delete them, {advice}"
+                advice = (
+                    "set" if self._keep.last is self._keep.best is None else "keep fewer by keep_best, keep_every and"
+                )
+                return f". {taken(left)} could go: delete them, or {advice} keep_last"
         return ""

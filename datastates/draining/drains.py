@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from datastates.commit.tier import Committed, Tier
-from datastates.config import TierSettings
+from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
 from datastates.ranks.world import World
 from datastates.storage.location import Location
@@ -22,7 +22,7 @@ class Drains:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        further: Sequence[TierSettings],
+        further: Sequence[Keep],
         world: World,
         *,
         is_busy: Callable[[], bool],
@@ -32,7 +32,7 @@ class Drains:
 
         Args:
             tiers: All tiers, the one that the run commits to first.
-            further: The settings of the others.
+            further: The checkpoints that each of the others keeps.
             world: The ranks.
             is_busy: Whether a snapshot is in flight.
             delete: Deletes the checkpoints of the first tier that are not kept.
@@ -40,10 +40,10 @@ class Drains:
         self._delete = delete
         self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
-        for number, (tier, settings) in enumerate(zip(tiers[1:], further, strict=True), 1):
+        for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
             freed = partial(self._free, number)
             around = Around(world.rank, world.timeout, is_busy, partial(self._stay_in, number), freed)
-            self._every.append(Drain(tiers[:number], tier, settings.keep, around))
+            self._every.append(Drain(tiers[:number], tier, keep, around))
 
     def begin(self) -> None:
         """Begin to ask the tiers what they have: the run begins to save."""

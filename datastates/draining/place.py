@@ -47,9 +47,6 @@ class Place:
             self._tiers.append(self._further(one.path))
         self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
         self._tiers[0].make()
-        self._keep = settings.keep
-        if settings.tiers and self._keep.last is None and self._tiers[0].in_memory:
-            self._keep = replace(self._keep, last=1)
 
     def _further(self, path: PathLike) -> Tier:
         try:
@@ -71,19 +68,21 @@ class Place:
         Raises:
             CommitError, RanksMissingError: As :func:`meet` does.
         """
-        first, settings = self._tiers[0], self._settings
+        first, (keep, *further) = self._tiers[0], self._settings.keeps
+        if further and keep.last is None and first.in_memory:
+            keep = replace(keep, last=1)
         every = ", then ".join(str(tier.root) for tier in self._tiers)
         self.opening = first.opening(meet(world, name, every, first.begin_opening))
         self.run = Run(
             first,
             self.opening,
-            self._keep,
+            keep,
             is_coordinator=world.rank == 0,
             above=lambda: self.drains.newest(),
-            stay=(lambda every: self.drains.stay(every)) if settings.tiers else None,
+            stay=(lambda every: self.drains.stay(every)) if further else None,
             committed=lambda path: self.drains.add(path),
         )
-        self.drains = Drains(self._tiers, settings.tiers, world, is_busy=is_busy, delete=self.run.delete)
+        self.drains = Drains(self._tiers, further, world, is_busy=is_busy, delete=self.run.delete)
 
     def close(self) -> None:
         """Bring what is due to the other tiers, and give up the right to save. Can be repeated."""

@@ -65,10 +65,10 @@ class TierTests:
         """The path of the first checkpoint of a step."""
         return self.tier.root / step_name(step)
 
-    def commit(self, step: int) -> Location:
+    def commit(self, step: int, metric: float | None = None) -> Location:
         """Save a checkpoint; returns its path."""
         begun = self.write(self.begin(step))
-        return begun.commit(self.manifest(begun, step))
+        return begun.commit(self.manifest(begun, step).model_copy(update={"metric": metric}))
 
     def test_a_checkpoint_appears_at_its_commit(self) -> None:
         """Nobody sees a checkpoint before ``commit`` returns, and then all of it."""
@@ -106,6 +106,14 @@ class TierTests:
         assert len({(one.step, one.attempt) for one in every}) == len({one.path for one in every}) == 3
         assert [one.path for one in newest.in_order(every)] == paths
         retention.retain(self.tier, Keep(last=1))
+        assert [one.path for one in self.tier.checkpoints()] == paths[2:]
+
+    def test_the_best_stay(self) -> None:
+        """Lists have the metrics, whoever made the checkpoints, and retention goes by them."""
+        paths = [self.commit(step, metric) for step, metric in enumerate([0.5, None, 0.25, 0.75])]
+        for tier in (tier_of(self.tier.root), self.tier):
+            assert [one.metric for one in tier.checkpoints(known=True)] == [0.5, None, 0.25, 0.75]
+        retention.retain(tier_of(self.tier.root), Keep(best=1))
         assert [one.path for one in self.tier.checkpoints()] == paths[2:]
 
     def test_what_is_read_is_not_deleted(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import datastates as ds
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
+from datastates.config import IoOptions, IoSettings, Keep, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError, StorageError
 from datastates.files.settings import FileOptions, FileSettings, FolderOptions, FolderSettings
 
@@ -64,6 +64,8 @@ def test_type_checkers_know_every_field(options: Any, settings: type[IoSettings]
         ({"io_backend": "aio"}, "io_backend"),
         ({"keep_last": 0}, "keep_last"),
         ({"keep_every": 5}, "keep_every"),
+        ({"keep_best": 0}, "keep_best"),
+        ({"best_mode": "lowest"}, "best_mode"),
         ({"on_error": "ignore"}, "on_error"),
         ({"max_in_flight": -1}, "max_in_flight"),
     ],
@@ -72,6 +74,17 @@ def test_refusals_name_the_field(options: dict[str, object], field: str, tmp_pat
     with pytest.raises(SettingsError, match=field):
         ds.Checkpointer(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_the_settings_say_what_is_kept() -> None:
+    assert Settings.of({}).keeps == [Keep()]
+    assert Settings.of({"keep_best": 3, "keep_every": 5}).keeps == [Keep(None, 5, 3)]
+    tier = {"path": "far", "keep_best": 3}
+    assert Settings.of({"keep_last": 2, "tiers": [tier, "further"], "best_mode": "max"}).keeps == [
+        *(Keep(2, mode="max"), Keep(best=3, mode="max"), Keep(mode="max"))
+    ]
+    with pytest.raises(SettingsError, match="keep_every: nothing is deleted without"):
+        Settings.of({"tiers": [{"path": "far", "keep_every": 3}]})
 
 
 def test_a_host_cache_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_nothing_goes_where_the_settings_keep_all(tmp_path: Path) -> None:
     fill(tmp_path)
     with ds.Checkpointer(tmp_path, keep_last=2, keep_every=1, on_error="warn", **OPTIONS) as ckpt:
         _native.arm_fault("write", "fail", errno.ENOSPC, 1, 1)
-        with pytest.raises(StorageError, match=r"4 older checkpoints .* could go: .* keep fewer by keep_last"):
+        with pytest.raises(
+            StorageError, match=r"4 older checkpoints .* could go: .* keep fewer by keep_best, keep_every and keep_last"
+        ):
             ckpt.snapshot(providers(6), step=6).wait_committed()
         assert ckpt.steps() == [1, 2, 3, 4, 5]
     assert retention.older(tier_of(Location(tmp_path))) == [

@@ -247,6 +247,42 @@ def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pyte
     assert list(newest.committed(tier_of(tmp_path))) == [2]
 
 
+# --- the best
+
+
+SERIES = [5.0, 3.0, float("nan"), 4.0, 3.0, None, float("-inf"), 6.0]
+"""The metrics of the steps from 0 on."""
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep_best": 2}, [1, 4, 7]),
+        ({"keep_best": 3}, [1, 3, 4, 7]),
+        ({"keep_best": 1, "keep_last": 3}, [4, 5, 6, 7]),
+        ({"keep_best": 2, "best_mode": "max"}, [0, 7]),
+        ({"keep_best": 1, "keep_every": 3}, [0, 3, 4, 6, 7]),
+    ],
+    ids=str,
+)
+def test_retention_keeps_the_best(options: dict[str, Any], kept: list[int], tmp_path: Path) -> None:
+    for begin in (0, 4):  # a new run goes by the metrics of the one before
+        with ds.Checkpointer(tmp_path, **options, **OPTIONS) as ckpt:
+            for step, metric in list(enumerate(SERIES))[begin : begin + 4]:
+                ckpt.snapshot(providers(step), step=step, metric=metric)
+    assert_holds(tmp_path, *kept)
+
+
+def test_a_damaged_one_is_not_the_best(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_best=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1, metric=1.0).wait_committed()
+        ckpt.snapshot(providers(2), step=2, metric=2.0).wait_committed()
+        os.truncate(tmp_path / "step-00000001" / "rank-00000.pt", 100)
+        for step in (3, 4):
+            ckpt.snapshot(providers(step), step=step, metric=3.0).wait_committed()
+    assert list(newest.committed(tier_of(tmp_path))) == [1, 2, 4]
+
+
 # --- damaged ones
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -81,21 +80,3 @@ def test_what_is_no_number_is_refused(metric: Any, tmp_path: Path) -> None:
             ckpt.snapshot(providers(), step=1, metric=metric)
         assert ckpt.steps() == []
         ckpt.snapshot(providers(), step=1, metric=0.5).wait_committed()
-
-
-@pytest.mark.parametrize("metrics", [(0.5, None), (None, 0.5), (0.5, 0.25), (float("nan"), 0.5)])
-def test_that_of_rank_0_counts(metrics: tuple[float | None, ...], tmp_path: Path, ranks: Callable[..., Any]) -> None:
-    script = """
-    import os, sys
-    import numpy as np
-    import datastates as ds
-    from datastates.providers import HostTensorProvider
-
-    rank = int(os.environ["RANK"])
-    with ds.Checkpointer(sys.argv[1], rank=rank, world_size=2, host_cache="4MiB", block="1MiB") as ckpt:
-        provider = HostTensorProvider(f"model{rank}", {"a": np.ones(3)})
-        ckpt.snapshot([provider], step=1, metric=eval(sys.argv[2 + rank], {"nan": float("nan")}))
-    """
-    ranks(2, script, tmp_path / "run", *map(str, metrics))
-    (found,) = tier_of(Location(tmp_path / "run")).checkpoints()
-    assert found.metric == (metrics[0] if metrics[0] == metrics[0] else None)

@@ -204,6 +204,17 @@ def test_old_ones_are_deleted(store: Uploads) -> None:
     assert there == {"step-00000003", "step-00000004"}
 
 
+def test_the_best_stay(store: Uploads) -> None:
+    for begin in (0, 3):
+        with ds.Checkpointer(ROOT, **OPTIONS, keep_best=2) as checkpointer:
+            for step, metric in list(enumerate([0.5, 0.25, float("nan"), 0.75, 0.5, 1.0]))[begin : begin + 3]:
+                checkpointer.snapshot([from_state_dict("model", state(step, 100))], step=step, metric=metric)
+            checkpointer.wait()
+    assert {name.split("/")[1].split(".")[0] for name in names(store) if name.endswith((".pt", ".json"))} == {
+        *("step-00000001", "step-00000004", "step-00000005")
+    }
+
+
 def test_a_step_that_is_saved_again_supersedes_the_first(store: Uploads) -> None:
     with ds.Checkpointer(ROOT, **OPTIONS) as checkpointer:
         for value in (1, 2):

@@ -59,9 +59,9 @@ def made(tier: Tier, begun: Uncommitted, step: int = 1) -> Manifest:
     )
 
 
-def commit(tier: Tier, step: int = 1, attempt: str | None = None) -> Location:
+def commit(tier: Tier, step: int = 1, attempt: str | None = None, *, metric: float | None = None) -> Location:
     begun = write(tier, step, attempt)
-    return begun.commit(made(tier, begun, step))
+    return begun.commit(made(tier, begun, step).model_copy(update={"metric": metric}))
 
 
 def there(store: AgedStore) -> list[str]:
