@@ -15,6 +15,7 @@ from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.formats import recognise
+from datastates.formats.own import OwnCheckpoint
 from datastates.reading.tensors import Metadata, TensorFile
 
 WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
@@ -34,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     with recognise.opened(arguments.path, arguments.step, IN_SHELL) as opened:
         files = opened.files
     kind, path, metadata = opened.format, opened.tensors.path, opened.tensors.metadata
+    metric = opened.metric if isinstance(opened, OwnCheckpoint) else None
     tensors = combine([one.shards for one in files])
     digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
     described = [_describe(one, digests) for one in files]
@@ -45,10 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         listed = [{"name": name, "arrays": arrays, "bytes": nbytes} for name, arrays, nbytes in found]
         texts = {"metadata": dict(metadata.texts), "index_metadata": dict(metadata.index)}
-        print_json({"format": kind, **texts, "modules": listed, "containers": described, "tensors": assembled})
+        sums = {"format": kind, "metric": metric, **texts, "modules": listed}
+        print_json({**sums, "containers": described, "tensors": assembled})
         return 0
     place = described[0]["file"] if len(described) == 1 else path
-    say(f"{place}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}")
+    measured = "" if metric is None else f", metric {metric}"
+    say(f"{place}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}{measured}")
     say(_sums(len(tensors), assembled, objects=sum(len(one["objects"]) for one in described)))
     _print_metadata(metadata)
     _print_modules(found)

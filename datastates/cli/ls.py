@@ -115,13 +115,16 @@ def _print(listing: _Listing, arguments: argparse.Namespace) -> None:
         ]
         print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
     elif any(listing):
-        rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""], *map(_row, found)]
-        rows += [["-", "debris", "", "", name, ""] for name in left]
-        rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
+        rows = [["STEP", "CREATED", "RANKS", "SIZE", "METRIC", "NAME", ""], *map(_row, found)]
+        rows += [["-", "debris", "", "", "", name, ""] for name in left]
+        rows += [["-", "", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
         for name, one in others.items():
             step = "-" if one.step is None else str(one.step)
-            rows.append([step, _date(one.changed), "", as_size(one.nbytes), printable(name), one.format])
-        print_table(rows, numbers=(0, 2, 3))
+            rows.append([step, _date(one.changed), "", as_size(one.nbytes), "", printable(name), one.format])
+        if all(one.get("metric") is None for one in found):
+            print_table([[*row[:4], *row[5:]] for row in rows], numbers=(0, 2, 3))
+        else:
+            print_table(rows, numbers=(0, 2, 3, 4))
     else:
         say(f"no checkpoints in {arguments.path}")
 
@@ -142,6 +145,7 @@ def _describe(path: Location) -> dict[str, Any]:
             "created": opened.created,
             "ranks": opened.world_size,
             "bytes": opened.nbytes,
+            "metric": opened.metric,
         }
     if (what := health.problem(path, opened)) is not None:
         entry["error"] = what
@@ -149,13 +153,12 @@ def _describe(path: Location) -> dict[str, Any]:
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
-    size = (
-        [printable(entry["created"]), str(entry["ranks"]), as_size(entry["bytes"])]
-        if "created" in entry
-        else ["", "", ""]
-    )
+    facts = ["", "", "", ""]
+    if "created" in entry:
+        metric = "" if entry["metric"] is None else f"{entry['metric']:.6g}"
+        facts = [printable(entry["created"]), str(entry["ranks"]), as_size(entry["bytes"]), metric]
     later = entry["superseded_by"]
     rolled = "" if later is None else f"superseded by step {later}, after a roll-back"
     note = f"damaged: {printable(entry['error'])}" if "error" in entry else rolled
     step = "-" if entry["step"] is None else str(entry["step"])
-    return [step, *size, printable(entry["name"]), note]
+    return [step, *facts, printable(entry["name"]), note]

@@ -82,6 +82,11 @@ class OwnCheckpoint:
         return open_named(named_in(self._path, self._manifest))
 
     @property
+    def metric(self) -> float | None:
+        """How good it is, by its manifest; None without one."""
+        return None if self._manifest is None else self._manifest.metric
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the containers and of the catalog."""
         if self._manifest is None:

@@ -48,6 +48,21 @@ def test_ls_lists_checkpoints_and_debris(root: Path, capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in output.splitlines()] == ["STEP", "1", "20", "-"]
 
 
+def test_ls_and_inspect_show_a_metric_where_one_is(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run(capsys, "ls", root)[1]
+    assert plain.split("\n")[0].split() == ["STEP", "CREATED", "RANKS", "SIZE", "NAME"]
+    assert "metric" not in run(capsys, "inspect", root)[1]
+    with ds.Checkpointer(root) as checkpointer:
+        checkpointer.snapshot([from_state_dict("s", {"w": W})], step=30, metric=0.1 + 0.2)
+    head, *rows = (line.split() for line in run(capsys, "ls", root)[1].splitlines())
+    assert head == ["STEP", "CREATED", "RANKS", "SIZE", "METRIC", "NAME"]
+    assert [row[5:] for row in rows] == [["step-00000001"], ["step-00000020"], ["0.3", "step-00000030"]]
+    assert [one["metric"] for one in run_json(capsys, "ls", root)[1]["checkpoints"]] == [None, None, 0.1 + 0.2]
+    assert run(capsys, "inspect", root)[1].splitlines()[0].endswith(", metric 0.30000000000000004")
+    assert run_json(capsys, "inspect", root)[1]["metric"] == 0.1 + 0.2
+    assert run_json(capsys, "inspect", root / "step-00000020")[1]["metric"] is None
+
+
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "ls", tmp_path) == (2, f"no checkpoints in {tmp_path}\n")
     status, found = run_json(capsys, "ls", tmp_path)
