@@ -44,7 +44,7 @@ Act = Callable[[ds.Checkpointer, int], object]
 
 
 def snapshot(ckpt: ds.Checkpointer, step: int) -> None:
-    ckpt.snapshot(providers(step), step=step).wait_committed()
+    ckpt.snapshot(providers(step), step=step, metric=step % 7).wait_committed()
     ckpt.wait()
 
 
@@ -67,7 +67,7 @@ ACTS: dict[str, tuple[Act, float]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_last": 3, "keep_every": 1}], ids=["all kept", "by keep_every"])
+@pytest.mark.parametrize("options", [{}, {"keep_last": 3, "keep_best": 3, "keep_every": 1}], ids=["all", "every"])
 @pytest.mark.parametrize("act", ACTS)
 def test_calls_for_each_kept_checkpoint(act: str, options: dict[str, int], calls: list[str], tmp_path: Path) -> None:
     do, most = ACTS[act]
