@@ -12,7 +12,7 @@ if find_spec("datastates._native") is None:
 
 from datastates.api import compare, export, load, open, restore, snapshot
 from datastates.checkpointer import Checkpointer
-from datastates.config import IoSettings, Settings
+from datastates.config import IoSettings, Settings, TierSettings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
@@ -43,6 +43,7 @@ __all__ = [
     "Shard",
     "Snapshot",
     "StateProvider",
+    "TierSettings",
     "array_shard",
     "compare",
     "dumps",
