@@ -17,7 +17,7 @@ import numpy as np
 from datastates._base.columns import I64, U32, U64
 from datastates.commit.claims import Claims
 from datastates.container.checksums import crc32
-from datastates.errors import FormatError
+from datastates.errors import CorruptError, FormatError
 
 FILE = "catalog.bin"
 _MAGIC = b"datastates/catalog 01\n\0\0"
@@ -254,7 +254,8 @@ class Catalog:
         begin = number * BLOCK
         data = self._read(self._body + begin, min(BLOCK, self._layout.nbytes - begin))
         if crc32(data) != int(self._checks[number]):
-            raise FormatError(f"{self._name}: the catalog's block {number} does not match its checksum")
+            text = f"{self._name}: the catalog's block {number} does not match its checksum"
+            raise CorruptError(text, key="the catalog", path=self._name)
         self._blocks[number] = data
         if len(self._blocks) > _CACHED_BLOCKS:
             self._blocks.popitem(last=False)

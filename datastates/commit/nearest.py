@@ -1,4 +1,4 @@
-"""The checkpoints of several tiers as one listing: of those that lie in more than one, the nearest whole copy."""
+"""The checkpoints of several tiers as one listing: of those that lie in more than one, the nearest copy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from datastates._base import log
-from datastates.commit import health
 from datastates.commit.tier import Committed, Listing, Tier
 from datastates.storage.location import Location
 
@@ -24,6 +22,7 @@ class Nearest(Listing):
         """Remember the tiers, the nearest one first."""
         super().__init__(tiers[0].root)
         self._tiers = tiers
+        self._copies: dict[Location, list[Location]] = {}
 
     @override
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
@@ -32,26 +31,21 @@ class Nearest(Listing):
         The order of one checkpoint among the others is that of its copy with the highest sequence number.
         """
         copies: dict[tuple[int, str], list[Committed]] = {}
-        found: list[Committed] = []
+        unreadable: list[Committed] = []
         for tier in self._tiers:
             for one in tier.checkpoints(certain=certain, known=known):
                 if one.sequence is None:
-                    found.append(one)
+                    unreadable.append(one)
                 else:
                     copies.setdefault((one.step, one.attempt), []).append(one)
-        for some in copies.values():
-            found.append(_whole(some)._replace(sequence=max(one.sequence or 0 for one in some)))
-        return sorted(found, key=lambda one: one.path)
+        self._copies = {some[0].path: [one.path for one in some] for some in copies.values()}
+        newest = (some[0]._replace(sequence=max(one.sequence or 0 for one in some)) for some in copies.values())
+        return sorted([*newest, *unreadable], key=lambda one: one.path)
+
+    @override
+    def copies(self, path: Location) -> list[Location]:
+        return self._copies.get(path, [path])
 
     @override
     def protect(self, path: Location) -> contextlib.AbstractContextManager[None]:
         return next(tier for tier in self._tiers if tier.root == path.parent).protect(path)
-
-
-def _whole(copies: Sequence[Committed]) -> Committed:
-    """The first copy that looks whole; the first one if none does, or there is only one."""
-    for one in copies[:-1]:
-        if (problem := health.problem(one.path)) is None:
-            return one
-        log.warning("%s is read from another place, as it is damaged here: %s", one.path, problem)
-    return copies[-1] if len(copies) == 1 or health.problem(copies[-1].path) is None else copies[0]

@@ -51,7 +51,9 @@ def candidates(place: Given, step: int | None = None, *, certain: bool = True) -
         if step is not None and (found := manifest.open(only).step) != step:
             raise CheckpointNotFoundError(f"{only} is the checkpoint of step {found}, not of step {step}")
         return [only]
-    every = by_certain_age(place.tier, step) if certain else by_age(place.tier)
+    if not certain:  # of one step also those that another supersedes
+        return [one.path for one in in_order(place.tier.checkpoints()) if step in (None, one.step)]
+    every = by_certain_age(place.tier, step)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
 
@@ -93,9 +95,9 @@ def committed(tier: Listing) -> dict[int, Location]:
     return dict(sorted(by_age(tier).items()))
 
 
-def by_age(tier: Listing, *, certain: bool = False) -> dict[int, Location]:
+def by_age(tier: Listing) -> dict[int, Location]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
-    return oldest_first(tier.checkpoints(certain=certain))
+    return oldest_first(tier.checkpoints())
 
 
 def oldest_first(every: Sequence[Committed]) -> dict[int, Location]:

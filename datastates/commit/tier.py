@@ -129,6 +129,10 @@ class Listing(ABC):
                 manifest in an old place is then seen a few calls later.
         """
 
+    def copies(self, path: Location) -> list[Location]:
+        """A checkpoint that was listed, and its copies in other places: the nearest first."""
+        return [path]
+
     @abstractmethod
     def protect(self, path: Location) -> contextlib.AbstractContextManager[None]:
         """Keep a checkpoint from being deleted until the block ends, if the store lets this process do so.

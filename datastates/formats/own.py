@@ -25,7 +25,8 @@ from datastates.formats.format import Problem
 from datastates.formats.seen import Seen
 from datastates.reading import whole_checkpoint
 from datastates.reading.every_container import named_in, open_named
-from datastates.reading.stored import Head, Stored
+from datastates.reading.head import Head
+from datastates.reading.stored import Stored
 from datastates.state.new_memory import Into
 from datastates.state.parts import Part, uncovered
 from datastates.storage import store_of

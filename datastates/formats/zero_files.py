@@ -22,7 +22,8 @@ from datastates.container.index import StoredObject
 from datastates.container.pickle_writer import body, dumps
 from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
-from datastates.reading.stored import Head, Stored
+from datastates.reading.head import Head
+from datastates.reading.stored import Stored
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.saved_state import SavedState
 from datastates.state.flat_layout import FlatLayout, Name

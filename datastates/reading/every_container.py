@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datastates.commit import manifest
 from datastates.commit.manifest import Manifest
 from datastates.container.file import Container, Named, lost_container, open_each
-from datastates.reading.stored import Head
+from datastates.reading.head import Head
 from datastates.storage.location import Location
 
 

@@ -25,6 +25,7 @@ from datastates.state.parts import Block
 from datastates.state.runs import Runs, spread
 from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
 from datastates.state.strides import span
+from datastates.storage.location import Location
 
 SMALL_STATE = 1 << 20
 """A restore of fewer bytes may read as many unwanted bytes, so a small state is verified completely."""
@@ -159,6 +160,10 @@ class Reads:
     def nbytes(self) -> int:
         """Bytes of memory that all reads fill."""
         return sum(queue.nbytes for queue in self._queues.values())
+
+    def by_file(self) -> dict[Location, int]:
+        """Bytes of memory that the reads of each file fill."""
+        return {queue.source.path: queue.nbytes for queue in self._queues.values() if queue.nbytes}
 
     def conflict(self) -> str | None:
         """Keys of arrays whose memory other reads would fill with different bytes; None if there are none."""

@@ -4,87 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from datastates._base import log
 from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U64
-from datastates._base.packing import pack, unpack
-from datastates.commit import manifest
+from datastates.commit import health, manifest
 from datastates.commit.catalog import Catalog, Holders
 from datastates.commit.claims import key_hash, object_hash
-from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, attempt_in, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
+from datastates.reading.head import Head
 from datastates.reading.tensors import Found, FoundRow, Held, Metadata
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
-from datastates.storage import store_of
 from datastates.storage.location import Location
-from datastates.storage.stores import reader
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The facts that a rank needs to open a checkpoint. Unlike the manifest, they do not grow with the number of ranks.
-
-    Attributes:
-        path: The checkpoint directory, or a single container file.
-        step: The training step that it was saved at; None for a single file outside of a checkpoint directory.
-        attempt: The random name that all containers of the checkpoint share.
-        ranks: The number of ranks that wrote the checkpoint.
-        catalog: The manifest's entry of the catalog; None if one rank wrote the checkpoint.
-        container: The manifest's entry of the only container; None if several ranks wrote the checkpoint, or for a
-            single file.
-    """
-
-    path: Location
-    step: int | None
-    attempt: str
-    ranks: int
-    catalog: CatalogEntry | None
-    container: ContainerEntry | None
-
-    @classmethod
-    def of(cls, path: Location, opened: Manifest) -> Head:
-        """Take the head of the checkpoint at ``path`` from its manifest."""
-        only = opened.containers[0] if opened.world_size == 1 else None
-        return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is a single container file."""
-        return self.ranks == 1 and self.container is None
-
-    def named(self, rank: int, file: str, nbytes: int, index_crc: int) -> Named:
-        """The container of one rank, from its facts in the manifest or the catalog."""
-        identity = {"step": self.step, "rank": rank, "world_size": self.ranks, "attempt": self.attempt}
-        return Named(self.path / file, nbytes, index_crc, identity)
-
-    def container_name(self, rank: int) -> str:
-        """The name of a rank's container, where several ranks wrote the checkpoint."""
-        assert self.catalog is not None
-        return container_name(rank, attempt_in(self.catalog.file, self.attempt))
-
-    def encode(self) -> bytes:
-        """Encode the head as bytes, to send it to other ranks."""
-        catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
-        return pack({**asdict(self), "path": self.path.encode(), "catalog": catalog, "container": container})
-
-    @classmethod
-    def decode(cls, data: bytes) -> Head:
-        """Decode the bytes of :meth:`encode`."""
-        fields = unpack(data)
-        catalog, container = fields["catalog"], fields["container"]
-        fields["catalog"] = catalog and CatalogEntry(**catalog)
-        fields["container"] = container and ContainerEntry(**container)
-        return cls(**{**fields, "path": Location.decode(fields["path"])})
 
 
 class Stored:
@@ -95,10 +35,17 @@ class Stored:
         lost: The paths of containers that were needed and are missing, by rank.
     """
 
-    def __init__(self, head: Head) -> None:
-        """Take the head; nothing is opened yet."""
+    def __init__(self, head: Head, others: Sequence[Head] = (), without: Collection[Location] = ()) -> None:
+        """Take the head; nothing is opened yet.
+
+        Args:
+            head: The head of the checkpoint, in the nearest place.
+            others: The heads of its copies in other places: a file that is missing or damaged is taken from there.
+            without: Files that are known to be damaged: they are taken from the next place, if there is one.
+        """
         self.head = head
         self.lost: dict[int, Location] = {}
+        self._heads, self._without = (head, *others), without
         self._opened: dict[int, Container] = {}
 
     @classmethod
@@ -145,16 +92,25 @@ class Stored:
             FormatError: The catalog is damaged, or is not the catalog that the manifest describes.
             StorageError: The catalog cannot be read.
         """
-        entry = self.head.catalog
-        assert entry is not None
-        path, ranks = self.head.path / entry.file, self.head.ranks
-        nbytes = store_of(path).length(path)
-        if nbytes != entry.nbytes:
-            raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
-        opened = Catalog(reader(path), nbytes, entry.head_crc32, str(path))
-        if opened.ranks != ranks:
-            raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {ranks}")
-        return opened
+        *nearer, last = self._heads
+        for head in nearer:
+            if head.catalog is not None and head.path / head.catalog.file in self._without:
+                continue
+            try:
+                return head.open_catalog()
+            except DatastatesError as error:
+                if not health.is_damage(error):
+                    raise
+        return last.open_catalog()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether it lies in several places."""
+        return len(self._heads) > 1
+
+    def is_elsewhere(self, path: Location) -> bool:
+        """Whether a damaged file can be taken from another place, where it was not tried yet."""
+        return self.has_copies and path not in self._without and path.parent in [head.path for head in self._heads]
 
     @property
     def holding(self) -> Holders:
@@ -178,18 +134,36 @@ class Stored:
             FormatError, StorageError: As :meth:`container` does, of the first container that cannot be opened.
         """
         new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
-        named = [self.named(rank) for rank in new]
-        for rank, one, container in zip(new, open_each(named), named, strict=True):
+        *nearer, last = self._heads
+        for head in nearer:
+            for rank in new:
+                self._open_there(rank, self._named(rank, head))
+            new = [rank for rank in new if rank not in self._opened]
+        for rank, one in zip(new, open_each([self._named(rank, last) for rank in new]), strict=True):
             if one is None:
-                self.lost[rank] = container.path
+                self.lost[rank] = self._named(rank, self.head).path
             else:
                 self._opened[rank] = one
 
-    def named(self, rank: int) -> Named:
+    def _open_there(self, rank: int, named: Named) -> None:
+        """Open a container in a place that is not the last one, if it is there and whole."""
+        if named.path in self._without:
+            return
+        try:
+            (found,) = open_each([named])
+        except DatastatesError as error:
+            if not health.is_damage(error):
+                raise
+            log.warning("it is read from another place, as it is damaged here: %s", error)
+            return
+        if found is not None:
+            self._opened[rank] = found
+
+    def _named(self, rank: int, head: Head) -> Named:
         """A rank's container as the manifest or the catalog describes it: path, size and checksum of its index."""
-        if (only := self.head.container) is not None:
-            return self.head.named(rank, only.file, only.nbytes, only.index_crc32)
-        return self.head.named(rank, self.head.container_name(rank), *self.catalog.container(rank))
+        if (only := head.container) is not None:
+            return head.named(rank, only.file, only.nbytes, only.index_crc32)
+        return head.named(rank, head.container_name(rank), *self.catalog.container(rank))
 
     def base(self, provider: str, rank: int) -> Container | None:
         """The container from which a rank takes a provider's objects; None if no container has the provider.

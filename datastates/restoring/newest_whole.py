@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health, manifest
 from datastates.commit.tier import Listing
-from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
+from datastates.errors import (
+    CommitError,
+    CorruptError,
+    DatastatesError,
+    FormatError,
+    RanksMissingError,
+    RestoreError,
+)
 from datastates.executor.executor import Executor
-from datastates.reading.stored import Head, Stored
+from datastates.reading.head import Head
+from datastates.reading.stored import Stored
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
@@ -36,6 +44,7 @@ def open_together(
     tier: Listing,
     find: Callable[[], Location | None],
     reading: contextlib.ExitStack,
+    without: Collection[Location] = (),
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
@@ -45,6 +54,7 @@ def open_together(
         tier: The tier of the checkpoint.
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
         reading: The protection ends when this stack is closed.
+        without: As for :class:`~datastates.reading.stored.Stored`.
 
     Returns:
         The checkpoint; None if ``find`` returned None. If a rank other than the coordinator cannot protect it, the next
@@ -55,12 +65,18 @@ def open_together(
         if (path := tier.keep(find, reading)) is None:
             return b""
         with advised(tier, path, request):
-            return Head.of(path, manifest.open(path)).encode()
+            heads = [Head.of(path, manifest.open(path))]
+        for other in tier.copies(path)[1:]:
+            with contextlib.suppress(DatastatesError):  # what is needed of it is missed later
+                reading.enter_context(tier.protect(other))
+                heads.append(Head.of(other, manifest.open(other)))
+        return pack([head.encode() for head in heads])
 
-    head = meeting.choose(request.wish, pick)
-    if not head:
+    heads = meeting.choose(request.wish, pick)
+    if not heads:
         return None
-    stored = Stored(Head.decode(head))
+    head, *others = map(Head.decode, unpack(heads))
+    stored = Stored(head, others, without)
 
     def keep() -> None:
         if meeting.rank:
@@ -96,10 +112,11 @@ def restore(
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Location, str] = {}  # on the coordinator
+    without: set[Location] = set()  # damaged files, which lie in another place, too
 
     def newest() -> Location | None:
         for path in reversed(candidates()):
-            if request.fallback and path not in damaged and (what := health.problem(path)) is not None:
+            if request.fallback and path not in damaged and (what := _problem(tier, path)) is not None:
                 damaged[path] = what
             if path not in damaged:
                 return path
@@ -117,11 +134,11 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, request, tier, find, reading)
+            stored = open_together(meeting, request, tier, find, reading, without)
             if stored is None:
                 return None
             run = Restore(stored, providers, executor, meeting, request).run
-            if not request.fallback:
+            if not (request.fallback or stored.has_copies):
                 with advised(tier, stored.path, request):
                     return run()
             result, error = None, None
@@ -131,7 +148,7 @@ def restore(
                 raise
             except Exception as failure:
                 error = failure
-            again, passed = _agree(meeting, error, stored.path, damaged)
+            again, passed = _agree(meeting, error, stored, damaged, without, older=request.fallback)
         if again:
             continue
         if result is None:
@@ -165,36 +182,64 @@ def compare(
 
 
 def _agree(
-    meeting: Meeting, error: Exception | None, path: Location, damaged: dict[Location, str]
+    meeting: Meeting,
+    error: Exception | None,
+    stored: Stored,
+    damaged: dict[Location, str],
+    without: set[Location],
+    *,
+    older: bool,
 ) -> tuple[bool, dict[str, str]]:
-    """Agree after an attempt whether all ranks try another checkpoint.
+    """Agree after an attempt whether all ranks try again: with copies of damaged files, or with an older checkpoint.
 
     Args:
         meeting: The meeting of the attempt.
         error: The error of this rank; None if it could restore.
-        path: The checkpoint of the attempt.
-        damaged: On the coordinator, the damaged checkpoints with the reasons; ``path`` is added if it is damaged.
+        stored: The checkpoint of the attempt.
+        damaged: On the coordinator, the damaged checkpoints with the reasons; this one is added if it is damaged.
+        without: The files whose copies are read; damaged ones of this checkpoint are added.
+        older: Whether an older checkpoint is wanted, if there is no copy.
 
     Returns:
-        Whether to try another one, and the names of the checkpoints that were passed over, with the reasons.
+        Whether to try again, and the names of the checkpoints that were passed over, with the reasons.
     """
 
     def decide(votes: dict[int, bytes]) -> bytes:
         said = {rank: unpack(vote) for rank, vote in votes.items()}
         reasons = [
-            f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text) in said.items() if v == _DAMAGED
+            f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text, _) in said.items() if v == _DAMAGED
         ]
-        again = bool(reasons) and all(vote != _OTHER for vote, _ in said.values())
-        if again:
-            damaged[path] = "; ".join(reasons)
-            log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
-        return pack([again, {other.name: text for other, text in damaged.items()}])
+        again = bool(reasons) and all(vote != _OTHER for vote, _, _ in said.values())
+        files = [file for vote, _, file in said.values() if vote == _DAMAGED] if again else []
+        if again and all(files):
+            log.warning("%s is damaged, and is read from another place: %s", stored.path, "; ".join(reasons))
+        elif again and older:
+            files = []
+            damaged[stored.path] = "; ".join(reasons)
+            log.warning("%s is damaged, and an older checkpoint is restored: %s", stored.path, damaged[stored.path])
+        else:
+            again, files = False, []
+        return pack([again, files, {other.name: text for other, text in damaged.items()}])
 
     def own() -> bytes:
-        return pack([_vote(error), str(error)])
+        return pack([_vote(error), str(error), _damaged_file(error, stored)])
 
-    again, passed = unpack(meeting.settle("fallback", own, decide))
+    again, files, passed = unpack(meeting.settle("fallback", own, decide))
+    without.update(map(Location.decode, files))
     return again, passed
+
+
+def _damaged_file(error: Exception | None, stored: Stored) -> bytes:
+    """The file that an error is about, if it can be read from another place; else empty."""
+    name = error.path if isinstance(error, CorruptError) else getattr(error, "filename", None)
+    path = Location(str(name)) if name else None
+    return path.encode() if path is not None and stored.is_elsewhere(path) else b""
+
+
+def _problem(tier: Listing, path: Location) -> str | None:
+    """The fault of a checkpoint; None if it looks whole in one of its places."""
+    first, *others = map(health.problem, tier.copies(path))
+    return None if None in others else first
 
 
 def _vote(error: Exception | None) -> int:

@@ -282,6 +282,9 @@ class Restore:
         tally += casting.run(casts, executor)
         for name in ("needed_nbytes", "read_nbytes", "shared_nbytes"):
             setattr(self._result, name, getattr(tally, name))
+        for path, nbytes in self._reads.by_file().items():
+            place = str(path.parent.parent if self._own is not None else self._stored.path)
+            self._result.source[place] = self._result.source.get(place, 0) + nbytes
         return list(tally.unverified_keys)
 
     def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:

@@ -76,6 +76,8 @@ class Restored:
         read_nbytes: Bytes that this rank read.
         shared_nbytes: Bytes among ``read_nbytes`` that lie between rows of matrices that this rank wanted. They are
             read through the page cache: storage reads them once for all ranks of a host.
+        source: For each place, which is a directory of checkpoints or the address of one, the bytes of arrays that this
+            rank read from there.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and its
             damage.
         spans: The timeline of this rank; :attr:`report` has its sums.
@@ -92,6 +94,7 @@ class Restored:
     needed_nbytes: int = 0
     read_nbytes: int = 0
     shared_nbytes: int = 0
+    source: dict[str, int] = field(default_factory=dict)
     passed_over: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False, compare=False)
 

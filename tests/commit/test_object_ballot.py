@@ -85,7 +85,7 @@ class Job:
             for world, run in zip(self.worlds, self.runs, strict=True)
         ]
         for ballot in ballots:
-            ballot.open()
+            ballot.open(0)
         return ballots
 
     def vote(self, ballots: Sequence[Ballot]) -> list[Location | Exception]:

@@ -209,18 +209,6 @@ def test_a_tier_that_cannot_be_asked_may_have_the_newest(first: Path, store: Far
             checkpointer.latest()
 
 
-def test_a_damaged_copy_is_read_from_the_next_place(first: Path, store: FarStore) -> None:
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        save(checkpointer, 1)
-        checkpointer.wait_drained()
-        (first / "step-00000001" / "rank-00000.pt").unlink()
-        live = state(0)
-        restored = checkpointer.restore([from_state_dict("model", live)])
-        assert restored is not None
-        assert str(restored.path).startswith(FAR)
-        assert equal(live, state(1))
-
-
 def test_damage_does_not_travel(first: Path, store: FarStore, caplog: pytest.LogCaptureFixture) -> None:
     store.dead = True
     with ds.Checkpointer(first, tiers=FAR, keep_last=9) as checkpointer:
