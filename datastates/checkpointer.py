@@ -103,7 +103,9 @@ class Checkpointer:
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
         needed = self._costs.seconds_until_durable
         self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
-        self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
+        self._termination = (
+            Termination(partial(self._last.hold, self._finish)) if self.settings.handle_sigterm else None
+        )
         self._engine.saves_in(self._root)
 
     @property
@@ -340,6 +342,7 @@ class Checkpointer:
 
         Raises:
             SnapshotTimeoutError: ``timeout`` seconds passed first; the message says why the last try has failed.
+            FencedError: A newer run has begun to save in one of the tiers.
         """
         if rest := self._place.drains.wait(timeout):
             raise SnapshotTimeoutError(f"not all checkpoints were brought within {timeout} s to {rest}")
@@ -392,6 +395,7 @@ class Checkpointer:
         if self._closed:
             raise ClosedError(f"the checkpointer of {self._root} is closed")
 
-    def _wait_for_these(self) -> None:
-        """Wait for the snapshots that are in flight now, and for a last one after SIGTERM, but not for later ones."""
-        self._last.hold(lambda: wait_ended(self._engine.pending()))
+    def _finish(self, end: float | None) -> None:
+        """After SIGTERM, wait for the snapshots that are in flight now, and bring the newest to the further tiers."""
+        wait_ended(self._engine.pending())
+        self._place.drains.hurry(end)

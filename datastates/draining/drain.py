@@ -18,7 +18,15 @@ from datastates.commit.run import Run
 from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.draining.bring import Part, bring
-from datastates.errors import CheckpointNotFoundError, DatastatesError, FencedError, StorageError, said
+from datastates.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    DatastatesError,
+    FencedError,
+    StorageError,
+    ThreadStartError,
+    said,
+)
 from datastates.storage.location import Location
 
 _SHORTEST, _LONGEST = 0.2, 30.0
@@ -76,9 +84,11 @@ class Drain:
         self._threads = Workers("datastates-drain", 1)
         self._bell, self._lock = Bell(), threading.Lock()
         self._works = self._is_called = self._closing = self._asked = self._late = self._fenced = False
+        self._hurries = False
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
         self._sent = 0
+        self._now: Location | None = None  # what is being brought
         self._own: dict[Location, None] = {}  # what this run has committed and is due, the oldest first
         self._known: set[Identity] = set()  # what is in the target
         self._lost: set[Identity] = set()  # what is damaged wherever it lies
@@ -128,8 +138,20 @@ class Drain:
             self._run.delete()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is due; False if something is after ``timeout`` seconds."""
-        return self._bell.wait_for(lambda: not self._works, timeout)
+        """Wait until nothing is due; False if something is after ``timeout`` seconds.
+
+        Raises:
+            FencedError: A newer run has begun to save in the target.
+        """
+        is_done = self._bell.wait_for(lambda: not self._works, timeout)
+        if self._fenced:
+            raise FencedError(self.failure)
+        return is_done
+
+    def hurry(self) -> None:
+        """Bring nothing but the newest checkpoint of this run from now on, and give up at the first failure."""
+        self._hurries = True
+        self._bell.ring()
 
     def close(self) -> None:
         """Bring what is due, and end. What fails now is left to a later run. Can be repeated."""
@@ -147,10 +169,13 @@ class Drain:
             self._is_called = True
             begins = not (self._works or self._closing)
             self._works |= begins
-        if begins:
-            self._threads.do(self._work)
-        else:
-            self._bell.ring()
+        try:
+            if begins:
+                self._threads.do(self._work)
+        except (ThreadStartError, ClosedError) as error:  # the checkpoint is committed all the same
+            self._works = False
+            log.warning("checkpoints wait to be brought to %s: %s", self.target.root, error)
+        self._bell.ring()
 
     def _work(self) -> None:
         while True:
@@ -166,7 +191,7 @@ class Drain:
         self._bell.ring()
 
     def _is_last(self) -> bool:
-        return self._closing or workers.is_ending()
+        return self._closing or self._hurries or workers.is_ending()
 
     def _round(self) -> float | None:
         """Bring one checkpoint; returns the seconds until the next call, None if nothing is left to do."""
@@ -175,8 +200,10 @@ class Drain:
             self.failure = ""
         except FencedError as error:
             log.error("nothing is brought to %s any more: %s", self.target.root, error)
-            self._fenced = True
+            self.failure, self._fenced = said(error), True
             return None
+        except _DroppedError:
+            return 0.0
         except Exception as error:  # also what a store raises against its contract
             return self._failed(said(error) or type(error).__name__)
         finally:
@@ -211,10 +238,11 @@ class Drain:
 
     def _bring_own(self) -> bool | None:
         """On another rank than 0: copy one container. True: there may be more; None: nothing is left."""
-        path = next(reversed(self._own), None)
+        path = self._own_newest()
         if path is None:
             return None
         try:
+            self._now = path
             self.target.make()
             made = manifest.open(path)
             found = self.target.arriving(self.target.root / step_name(made.step), made.attempt, b"")
@@ -223,7 +251,7 @@ class Drain:
         except CheckpointNotFoundError:
             log.debug("%s was deleted before it was brought to %s", path, self.target.root)
         self._own.pop(path)
-        return True
+        return None if self._hurries else True
 
     def _bring_next(self) -> bool | None:
         """On rank 0: bring the newest checkpoint that is due. False: other ranks are still copying all that is due."""
@@ -236,10 +264,14 @@ class Drain:
                 self.target.arriving(self.target.root / step_name(one.step), one.attempt, run.opening.mark)
                 for one, *_ in due
             ]
+        newest = self._own_newest()
         for copies, there in zip(due, found, strict=True):
+            self._now = copies[0].path
+            if self._hurries and self._now != newest:
+                continue
             if isinstance(there, Location) or self._bring(run, copies, there):
-                return len(due) > 1 or None
-        return False if due else None
+                return (len(due) > 1 and not self._hurries) or None
+        return False if due and not (self._hurries and newest is None) else None
 
     def _opened(self) -> Run:
         self.target.make()
@@ -260,9 +292,14 @@ class Drain:
         arriving = [copies[0]._replace(sequence=self._number(copies[0])) for copies in found.values()]
         outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
         self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)
+        for identity in self._unwanted:
+            self._own.pop(found[identity][0].path, None)
         due = [one for one in arriving if (one.step, one.attempt) not in self._unwanted]
         due.sort(key=lambda one: one.sequence or 0, reverse=True)
         return [found[one.step, one.attempt] for one in due]
+
+    def _own_newest(self) -> Location | None:
+        return next(reversed(self._own), None)
 
     def _is_whole(self, one: Committed) -> bool:
         return one.path.parent != self.target.root or retention.is_whole(self.target, one)
@@ -277,7 +314,7 @@ class Drain:
             try:
                 if bring(one.path, found, part) is None:
                     return False
-                self._own.pop(one.path, None)
+                self._own.pop(copies[0].path, None)
                 self._known.add(identity)
                 with self.target.listed_once():
                     run.retain()
@@ -289,6 +326,7 @@ class Drain:
                 if not health.is_damage(error) or not _is_of(error, one.path):
                     raise
                 log.error("%s is not brought to %s: %s", one.path, self.target.root, error)
+        self._own.pop(copies[0].path, None)
         self._lost.add(identity)
         return True
 
@@ -299,11 +337,17 @@ class Drain:
 
     def _pace_of(self, nbytes: int) -> None:
         """Let snapshots in flight go first, but never for long: there may always be one."""
+        if self._hurries and self._now != self._own_newest():
+            raise _DroppedError
         self._sent += nbytes
         if self._sent >= _PIECE:
             self._sent = 0
             if self._around.is_busy():
                 self._bell.wait_for(lambda: not self._around.is_busy() or self._is_last(), _ASIDE)
+
+
+class _DroppedError(DatastatesError):
+    """Ends the copying of a checkpoint that a newer one must not wait for."""
 
 
 def _is_of(error: BaseException, path: Location) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
+from datastates.errors import FencedError
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
@@ -86,10 +88,24 @@ class Drains:
             drain.delete()
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until nothing is due; after ``timeout`` seconds, says what is not done and why, else nothing."""
+        """Wait until nothing is due; after ``timeout`` seconds, says what is not done and why, else nothing.
+
+        Raises:
+            FencedError: A newer run has begun to save in a further tier.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         left = [one for one in self._every if not one.wait(None if end is None else max(0.0, end - time.monotonic()))]
         return "; ".join(f"{one.target.root}{': ' * bool(one.failure)}{one.failure}" for one in left)
+
+    def hurry(self, end: float | None) -> None:
+        """Bring the newest checkpoint of this run only, and drop all else. Waits for that.
+
+        ``end``: when to give up, in seconds on the monotonic clock. None: at the first failure.
+        """
+        for drain in self._every:
+            drain.hurry()
+        with contextlib.suppress(FencedError):
+            self.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Bring what is due, and end; see :meth:`Drain.close`."""

@@ -223,10 +223,13 @@ class LastSnapshot:
         self._is_told = self._is_settled = True
         self._bell.ring()
 
-    def hold(self, finish: Callable[[], None]) -> None:
-        """Once SIGTERM has come, wait until the last snapshot is in flight, or is not taken; then call ``finish``."""
+    def hold(self, finish: Callable[[float | None], None]) -> None:
+        """Once SIGTERM has come, wait until the last snapshot is in flight, or is not taken; then call ``finish``.
+
+        Its argument is when the process is killed, in seconds on the monotonic clock; None if that is not known.
+        """
         if self._grace is None:
-            finish()
+            finish(None)
             return
         self._end = end = self._clock() + self._grace
         step, _, pace = self._asked or (None, 0.0, 0.0)  # read after the end was set: a later step waits for the answer
@@ -244,7 +247,7 @@ class LastSnapshot:
                 self._bell.wait_for(lambda: self._is_settled, max(0.0, end - self._clock()))
             else:
                 log.warning("SIGTERM: no last snapshot: due() was not called in time")
-        finish()
+        finish(end)
         self._end = None
 
     def _vote(self, vote: bytes) -> None:

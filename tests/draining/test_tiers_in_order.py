@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from datastates._base.waiting import Bell
 from datastates.commit.tiers import tier_of
 from datastates.config import TierSettings
 from datastates.draining import drain
-from datastates.errors import FormatError, SettingsError, SnapshotTimeoutError, StorageError
+from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
 from datastates.testing import equal
@@ -237,8 +239,8 @@ def test_a_newer_run_fences_the_drains_of_an_older_one(
             with ds.Checkpointer(tmp_path / "other", tiers=FAR) as new:
                 save(new, 5)
         save(old, 2)
-        old.wait_drained()
-        assert old.steps()
+        with pytest.raises(FencedError, match="a newer run saves in"):
+            old.wait_drained()
     assert steps_in(FAR) == [1, 5]
     assert "nothing is brought" in caplog.text
 
@@ -305,3 +307,33 @@ def test_a_manifest_that_is_garbled_is_no_checkpoint_to_bring(first: Path, store
     assert steps_in(FAR) == [2]
     with pytest.raises(FormatError):
         ds.load(first, step=1)
+
+
+def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore) -> None:
+    """As after SIGTERM: an older checkpoint that is on its way is given up, too, and goes on later."""
+    store.before = held = Held("piece")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        assert held.reached.wait(60)
+        for step in (2, 3):
+            save(checkpointer, step)
+        hurrying = threading.Thread(target=checkpointer._finish, args=(None,))
+        hurrying.start()
+        (one,) = checkpointer._place.drains._every
+        while not one._hurries:
+            pass
+        held.go.set()
+        hurrying.join()
+        assert steps_in(FAR) == [3]
+        assert [store.requests("upload").count(name) for name in set(store.requests("upload"))] == [1, 1]
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 4)
+    assert steps_in(FAR) == [1, 2, 3, 4]
+
+
+def test_who_hurries_does_not_wait_for_a_dead_store(first: Path, store: FarStore) -> None:
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer._finish(time.monotonic() + 3600)
+    assert steps_in(first) == [1]

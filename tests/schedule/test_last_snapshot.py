@@ -24,7 +24,7 @@ class Held:
         while self.last._end is None:
             pass
 
-    def _finish(self) -> None:
+    def _finish(self, end: float | None) -> None:
         self.finished.set()
         self.go_on.wait(60)
 
@@ -85,7 +85,7 @@ def test_a_loop_that_asks_too_late_is_not_waited_for(caplog: pytest.LogCaptureFi
     last = LastSnapshot(30, lambda: 3.0, SoloWorld(), "last", lambda: next(times, 30.0))
     assert [last.is_due(1), last.is_due(2)] == [False, False]
     done: list[bool] = []
-    last.hold(lambda: done.append(True))
+    last.hold(lambda end: done.append(True))
     assert done == [True]
     assert caplog.messages[-1] == "SIGTERM: no last snapshot: due() was not called in time"
 
@@ -103,6 +103,6 @@ def test_a_loop_that_ends_before_it_is_told(caplog: pytest.LogCaptureFixture) ->
 def test_without_a_grace_time_nothing_waits() -> None:
     done: list[bool] = []
     last = LastSnapshot(None, lambda: 1.0, SoloWorld(), "last")
-    last.hold(lambda: done.append(True))
+    last.hold(lambda end: done.append(True))
     assert done == [True]
     assert not last.is_due(1)
