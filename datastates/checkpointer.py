@@ -35,7 +35,7 @@ from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
-from datastates.saving.snapshot import Snapshot, pass_gate, wait_ended
+from datastates.saving.snapshot import Snapshot, follow, pass_gate, wait_ended
 from datastates.saving.telling import Taken, call_back
 from datastates.schedule.due import Costs, Due
 from datastates.schedule.termination import LastSnapshot, Termination
@@ -101,8 +101,7 @@ class Checkpointer:
         self._closed = False
         self._costs = Costs(self.settings.max_in_flight)
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
-        needed = self._costs.seconds_until_durable
-        self._last = LastSnapshot(self.settings.grace, needed, world, f"{self._name}/last")
+        self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable, world, f"{self._name}/last")
         self._termination = (
             Termination(partial(self._last.hold, self._finish)) if self.settings.handle_sigterm else None
         )
@@ -179,6 +178,7 @@ class Checkpointer:
         self._costs.note(taken)
         self._last.settle()
         self._place.drains.begin()
+        follow(taken, self._place.drains.places)
         return taken
 
     def check(self, providers: Sequence[StateProvider]) -> None:
@@ -328,8 +328,6 @@ class Checkpointer:
             OSError: ``path`` cannot be written.
         """
         self._trace.write(path, f"datastates, {self._root}", self._taken.snapshots)
-
-    # --- ending
 
     def wait(self) -> None:
         """Wait until no snapshot is in flight. Errors are not raised here, but by :meth:`snapshot` or :meth:`close`."""

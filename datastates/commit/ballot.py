@@ -170,7 +170,7 @@ class Ballot:
         self._voted = True
         path = self._cast(vote, pending)
         pending.close()
-        self._run.committed(path)
+        self._run.committed(path, (self.step, pending.attempt))
         return path
 
     def _cast(self, vote: Vote, pending: Uncommitted) -> Location:

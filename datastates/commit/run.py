@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datastates._base.free_memory import host_memory, local_ranks
 from datastates.commit import manifest, retention
 from datastates.commit.opening import Opening
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Identity, Tier
 from datastates.config import Keep
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.storage import Folders, store_of
@@ -147,7 +147,7 @@ class Run:
         is_coordinator: bool = True,
         above: Callable[[], int] = lambda: 0,
         stay: Callable[[Sequence[Committed]], Collection[Location]] | None = None,
-        committed: Callable[[Location], None] = lambda path: None,
+        committed: Callable[[Location, Identity], None] = lambda path, identity: None,
     ) -> None:
         """Remember the place; nothing is read or written yet.
 
@@ -158,7 +158,7 @@ class Run:
             is_coordinator: Whether this rank commits.
             above: Returns a number that the sequence numbers of new checkpoints are above.
             stay: Returns those of the tier's checkpoints that retention must leave, as another tier still needs them.
-            committed: Called with each committed checkpoint, on each rank.
+            committed: Called with the path and the identity of each committed checkpoint, on each rank.
         """
         self.tier = tier
         self.opening = opening

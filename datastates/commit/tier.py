@@ -17,6 +17,9 @@ from datastates.commit.opening import Opening
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage.location import Location
 
+Identity = tuple[int, str]
+"""A checkpoint in whatever place: its step, and the name of the attempt that made it."""
+
 
 class Committed(NamedTuple):
     """A committed checkpoint: its identity, which is step and attempt, its place, its age and its metric.

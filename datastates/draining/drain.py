@@ -15,7 +15,7 @@ from datastates._base.workers import Workers
 from datastates.commit import health, manifest, retention
 from datastates.commit.names import step_name
 from datastates.commit.run import Run
-from datastates.commit.tier import Committed, Tier, Uncommitted
+from datastates.commit.tier import Committed, Identity, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.draining.bring import Part, bring
 from datastates.errors import (
@@ -37,9 +37,6 @@ _AHEAD = 10.0
 """Seconds for which the first commit waits for the target's answer."""
 _ASIDE = 1.0
 """Seconds for which a piece waits at most while a snapshot is in flight."""
-
-Identity = tuple[int, str]
-"""A checkpoint in any tier: its step and its attempt."""
 
 
 class Around(NamedTuple):
@@ -122,9 +119,9 @@ class Drain:
             return 0
         return 2 * self._newest if self._late else self._newest
 
-    def has(self, one: Committed) -> bool:
+    def has(self, identity: Identity) -> bool:
         """Whether a checkpoint is known to be in the target."""
-        return (one.step, one.attempt) in self._known
+        return identity in self._known
 
     def needs(self, one: Committed) -> bool:
         """Whether a checkpoint is still to be brought to the target."""

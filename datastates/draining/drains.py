@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from datastates.commit.tier import Committed, Tier
+from datastates.commit.tier import Committed, Identity, Tier
 from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
 from datastates.errors import FencedError
@@ -42,6 +42,7 @@ class Drains:
         self._delete = delete
         self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
+        self._own: dict[Location, Identity] = {}  # of this run
         for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
             freed = partial(self._free, number)
             around = Around(world.rank, world.timeout, is_busy, partial(self._stay_in, number), freed)
@@ -52,10 +53,18 @@ class Drains:
         for drain in self._every:
             drain.begin()
 
-    def add(self, path: Location) -> None:
+    def add(self, path: Location, identity: Identity) -> None:
         """Note a checkpoint of this run: it is committed in the first tier."""
+        if self._every:
+            self._own[path] = identity
         for drain in self._every:
             drain.add(path)
+
+    def places(self, path: Location) -> list[Location]:
+        """The tiers that have a checkpoint of this run by now, by its path in the first one; known on rank 0 only."""
+        identity = self._own.get(path)
+        further = [] if identity is None else [drain.target.root for drain in self._every if drain.has(identity)]
+        return [path.parent, *further]
 
     def newest(self) -> int:
         """A number above which new checkpoints are newer than all in the further tiers; see :meth:`Drain.newest`."""
@@ -75,7 +84,7 @@ class Drains:
 
     def _must_stay(self, one: Committed, later: Sequence[Drain]) -> bool:
         for drain in later:
-            if drain.has(one):
+            if drain.has((one.step, one.attempt)):
                 return False
             if drain.needs(one):
                 return True

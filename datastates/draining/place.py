@@ -80,7 +80,7 @@ class Place:
             is_coordinator=world.rank == 0,
             above=lambda: self.drains.newest(),
             stay=(lambda every: self.drains.stay(every)) if further else None,
-            committed=lambda path: self.drains.add(path),
+            committed=lambda path, identity: self.drains.add(path, identity),
         )
         self.drains = Drains(self._tiers, further, world, is_busy=is_busy, delete=self.run.delete)
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TextIO, cast
 
@@ -108,6 +108,7 @@ class Snapshot:
         self._spans: list[Span] = []
         self._work: Recorded | None = NOTHING
         self._gate: Callable[[], object] = lambda: None
+        self._places: Callable[[Location], Sequence[Location]] = lambda path: [path.parent]
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native: Callable[[], Recorded] = lambda: NOTHING
 
@@ -179,6 +180,7 @@ class Snapshot:
         return Report(
             step=self._step,
             path=self.path,
+            places=tuple(place.face for place in self._places(self._path)) if self.committed else (),
             state="failed" if error_of(self) else next(reversed(times), "started"),
             nbytes=self._nbytes,
             file_nbytes=self._file_nbytes,
@@ -223,9 +225,6 @@ class Snapshot:
             raise SnapshotTimeoutError(f"snapshot {self._step} was not {state} within {timeout} s")
 
 
-# --- how far a snapshot is
-
-
 class Cost(NamedTuple):
     """What a snapshot has cost so far.
 
@@ -246,6 +245,11 @@ def cost_of(snapshot: Snapshot) -> Cost:
     """What a snapshot has cost so far."""
     stall = sum(span.end - span.begin for span in snapshot._spans.copy() if span.stage in ("stall", "gate"))
     return Cost(snapshot._begin, snapshot._nbytes, stall, snapshot._times.get("committed"))
+
+
+def follow(snapshot: Snapshot, places: Callable[[Location], Sequence[Location]]) -> None:
+    """Let the report of a snapshot tell the places that have the checkpoint of a path."""
+    snapshot._places = places
 
 
 def error_of(snapshot: Snapshot) -> BaseException | None:

@@ -48,9 +48,9 @@ def names_in(place: Path) -> list[str]:
 def test_each_checkpoint_comes_to_every_tier_in_order(first: Path, tmp_path: Path, store: FarStore) -> None:
     shared = tmp_path / "shared"
     with ds.Checkpointer(first, tiers=[shared, FAR]) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
+        taken = [save(checkpointer, step) for step in (1, 2, 3)]
         checkpointer.wait_drained()
+        assert all(one.report.places == (first, shared, FAR) for one in taken)
         for place in (first, shared, FAR):
             assert steps_in(place) == [1, 2, 3]
             for step in (1, 2, 3):
@@ -69,7 +69,7 @@ def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: Fa
     store.dead = True
     with ds.Checkpointer(first, tiers=FAR, keep_last=1) as checkpointer:
         for step in range(1, 5):
-            assert save(checkpointer, step).committed
+            assert save(checkpointer, step).report.places == (first,)
         with pytest.raises(SnapshotTimeoutError, match="the server does not answer"):
             checkpointer.wait_drained(0.05)
         assert names_in(first) == [f"step-{step:08d}" for step in range(1, 5)]  # it still needs them
