@@ -106,14 +106,24 @@ def is_whole(tier: Tier, one: Committed) -> bool:
     return one.path in tier.whole
 
 
-def retain(tier: Tier, keep: Keep, but: Collection[Location] = ()) -> None:
+def retain(
+    tier: Tier,
+    keep: Keep,
+    but: Collection[Location] = (),
+    stay: Callable[[Sequence[Committed]], Collection[Location]] | None = None,
+) -> None:
     """Delete the checkpoints that :func:`outdated` finds. One that cannot be deleted stays, and is logged.
 
-    ``but``: checkpoints that stay this time.
+    Args:
+        tier: The tier.
+        keep: The checkpoints that are kept.
+        but: Others that stay this time.
+        stay: Returns those of the tier's checkpoints that stay, too.
     """
     with _warning():
+        needed = () if stay is None else stay(tier.checkpoints(known=True))
         for path in outdated(tier, keep):
-            if path not in but:
+            if path not in but and path not in needed:
                 with _warning():
                     tier.remove(path)
 

@@ -202,10 +202,8 @@ class Run:
     def delete(self) -> None:
         """Delete the checkpoints that are not kept, now."""
         with self._deletion:
-            but = [] if self.restored is None else [self.restored]
-            if self._stay is not None:
-                but += self._stay(self.tier.checkpoints(known=True))
-            retention.retain(self.tier, self._keep, but)
+            but = () if self.restored is None else (self.restored,)
+            retention.retain(self.tier, self._keep, but, self._stay)
 
     def make_room(self) -> str:
         """On the coordinator, where the disk is full: delete what is not kept; says what has gone, or could go."""

@@ -113,7 +113,8 @@ class Drain:
         checkpoints of this run that were numbered meanwhile get higher numbers there, and later ones everywhere.
         """
         self.begin()
-        self._bell.wait_for(lambda: self._asked, _AHEAD)
+        if not self._late:
+            self._bell.wait_for(lambda: self._asked or self._newest is not None, _AHEAD)
         if self._newest is None:
             self._late = True
             return 0
@@ -246,7 +247,7 @@ class Drain:
             if not isinstance(found, Location):
                 bring(path, found, Part((self._around.rank,), commits=False, pace=self._pace_of))
         except CheckpointNotFoundError:
-            log.debug("%s was deleted before it was brought to %s", path, self.target.root)
+            log.info("%s was deleted before it was brought to %s", path, self.target.root)
         self._own.pop(path)
         return None if self._hurries else True
 
@@ -281,6 +282,7 @@ class Drain:
         self._known = {(one.step, one.attempt) for one in there}
         if self._newest is None:
             self._newest = max((one.sequence or 0 for one in there), default=0)
+            self._bell.ring()
         found: dict[Identity, list[Committed]] = {}
         for tier in self._before:
             for one in tier.checkpoints(known=True):
@@ -318,7 +320,7 @@ class Drain:
                 self._around.arrived()
                 return True
             except CheckpointNotFoundError:
-                continue
+                log.info("%s was deleted before it was brought to %s", one.path, self.target.root)
             except DatastatesError as error:
                 if not health.is_damage(error) or not _is_of(error, one.path):
                     raise

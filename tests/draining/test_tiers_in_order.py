@@ -337,3 +337,39 @@ def test_who_hurries_does_not_wait_for_a_dead_store(first: Path, store: FarStore
         save(checkpointer, 1)
         checkpointer._finish(time.monotonic() + 3600)
     assert steps_in(first) == [1]
+
+
+def test_what_earlier_runs_left_does_not_hold_the_first_commit_up(first: Path, store: FarStore) -> None:
+    """The target is asked before anything is brought."""
+    with ds.Checkpointer(first) as checkpointer:
+        save(checkpointer, 1)
+    store.before = held = Held("upload")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        checkpointer._place.drains.begin()
+        assert held.reached.wait(60)
+        (one,) = checkpointer._place.drains._every
+        assert (save(checkpointer, 2).committed, one._late) == (True, False)
+        held.go.set()
+    assert steps_in(FAR) == [1, 2]
+
+
+def test_a_silent_store_holds_only_the_first_commit_up(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+    wait = Bell.wait_for
+
+    def wait_for(self: Bell, holds: Any, timeout: float | None = None) -> Any:
+        if timeout == 0.05:
+            waits.append(timeout)
+        return wait(self, holds, timeout)
+
+    monkeypatch.setattr(drain, "_AHEAD", 0.05)
+    monkeypatch.setattr(Bell, "wait_for", wait_for)
+    store.before = held = Held("list")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+        assert len(waits) == 1
+        held.go.set()
+    assert steps_in(FAR) == [1, 2, 3]
