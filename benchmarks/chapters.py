@@ -231,6 +231,18 @@ CHAPTERS = {
             Figure("restore, CPU s", _times("get_cpu")),
         ),
     ),
+    "drains": Chapter(
+        "From a disk to a bucket",
+        "{bytes}",
+        "A checkpoint that lies in the page cache is brought to a server of the S3 protocol on the same machine, until "
+        "it is committed there. Raw is obstore's own upload of as many bytes from memory. *Loop*: products of matrices "
+        "on another thread meanwhile.",
+        (
+            Figure("GB/s", _rate("seconds")),
+            Figure("CPU s", _times("cpu")),
+            Figure("loop, steps a second", _times("steps")),
+        ),
+    ),
     "meshes": Chapter(
         "JAX's sharded trees",
         "{bytes}, {devices} devices",

@@ -48,6 +48,12 @@ def _buckets(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     return buckets.run(directory, plan, tiny=tiny)
 
 
+def _drains(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    import drains  # needs obstore and a server
+
+    return drains.run(directory, plan, tiny=tiny)
+
+
 SUITES: dict[str, dict[str, Benchmark]] = {
     "cpu": {
         "write": write.run,
@@ -61,6 +67,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "files": files.run,
         "export": export.run,
         "buckets": _buckets,
+        "drains": _drains,
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),

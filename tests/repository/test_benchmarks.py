@@ -157,6 +157,14 @@ def test_the_benchmark_of_buckets(scratch: Path, tmp_path: Path) -> None:
     assert all(one["get"] > 0 < one["put"] for system in samples.values() for one in system)
 
 
+@pytest.mark.by_hand
+def test_the_benchmark_of_drains(scratch: Path, tmp_path: Path) -> None:
+    pytest.importorskip("localbucket")
+    samples = run_suite("cpu", scratch, tmp_path / "docs", only=["drains"])["benchmarks"]["drains"]["samples"]
+    assert {"raw", "datastates"} == set(samples)
+    assert all(one["seconds"] > 0 < one["steps"] for system in samples.values() for one in system)
+
+
 MACHINE = {
     **dict.fromkeys(("cpu", "kernel", "storage", "python", "datastates"), "some"),
     "cores": 2,
