@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,13 +262,21 @@ class Ballot:
             self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: Uncommitted, ready: Callable[[], None]) -> Location:
+        written = _write_catalog(votes, pending) if self.world.size > 1 else None
+        with self._numbered(votes, pending, written) as made:
+            return pending.commit(made, ready)
+
+    @contextlib.contextmanager
+    def _numbered(
+        self, votes: dict[int, Vote], pending: Uncommitted, written: manifest.CatalogEntry | None
+    ) -> Iterator[manifest.Manifest]:
+        """Yield the manifest of the checkpoint, with its sequence number. It is committed within the block."""
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()
         )
-        written = _write_catalog(votes, pending) if self.world.size > 1 else None
         with self._run.order.sequence(self._number, self._ready) as sequence:
-            made = manifest.Manifest(
+            yield manifest.Manifest(
                 format=manifest.FORMAT_VERSION,
                 step=self.step,
                 sequence=sequence,
@@ -279,7 +287,6 @@ class Ballot:
                 containers=containers,
                 catalog=written,
             )
-            return pending.commit(made, ready)
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
@@ -317,6 +324,16 @@ def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.Cat
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
+    encoded, head_crc = made_catalog(votes, lambda rank: _table_of(votes[rank], pending))
+    made = pending.add(catalog.FILE, encoded)
+    return manifest.CatalogEntry(file=made.name, nbytes=len(encoded), head_crc32=head_crc)
+
+
+def made_catalog(votes: dict[int, Vote], table_of: Callable[[int], ShardTable]) -> tuple[bytes, int]:
+    """Check that the containers together make one state; returns the catalog and the CRC-32 of its head.
+
+    ``table_of`` gives the shard table of a rank's container, where they do not.
+    """
     claims: list[Any] = [vote.claims for vote in votes.values()]
     nbytes = np.array([vote.nbytes for vote in votes.values()], np.uint64)
     index_crc = np.array([vote.index_crc32 for vote in votes.values()], np.uint32)
@@ -325,17 +342,15 @@ def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.Cat
             raise CommitError("the ranks' parts do not make whole tensors")
         encoded, head_crc = catalog.encode_catalog(claims, nbytes, index_crc)
     except (CommitError, catalog.ConflictError):
-        _refuse_conflict(votes, pending)
+        _refuse_conflict({rank: table_of(rank) for rank in votes})
         raise
     replicas = [vote.replicas for vote in votes.values()]
-    refuse_difference(list(votes), claims, replicas, lambda rank: _table_of(votes[rank], pending))
-    made = pending.add(catalog.FILE, encoded)
-    return manifest.CatalogEntry(file=made.name, nbytes=len(encoded), head_crc32=head_crc)
+    refuse_difference(list(votes), claims, replicas, table_of)
+    return encoded, head_crc
 
 
-def _refuse_conflict(votes: dict[int, Vote], pending: Uncommitted) -> None:
-    """Raise CommitError that names tensors held twice or not at all. Slow: opens all containers."""
-    tables = {rank: _table_of(vote, pending) for rank, vote in votes.items()}
+def _refuse_conflict(tables: dict[int, ShardTable]) -> None:
+    """Raise CommitError that names tensors held twice or not at all."""
     if (text := describe_conflicts(tables)) is not None:
         raise CommitError(text)
 

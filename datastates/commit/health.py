@@ -13,11 +13,16 @@ from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
-def problem(path: Location, opened: manifest.Manifest | None = None) -> str | None:
+def problem(path: Location, opened: manifest.Manifest | None = None, tier: Listing | None = None) -> str | None:
     """The fault of a checkpoint directory; None if it looks whole. Does not read its data.
 
-    ``opened``: its manifest, if that was read just now.
+    Args:
+        path: The directory.
+        opened: Its manifest, if that was read just now.
+        tier: What it has seen whole is not looked at again.
     """
+    if tier is not None and tier.has_seen(path):
+        return None
     try:
         files = manifest.files_of(path, opened or manifest.open(path))
         lengths = store_of(path).lengths([file for file, _ in files])
@@ -61,7 +66,7 @@ def older(tier: Listing, path: Location, how: str) -> str:
         every = list(newest.by_age(tier).items())
         before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
         for step, other in reversed(before):
-            if problem(other) is None:
+            if problem(other, tier=tier) is None:
                 return f"the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
     return ""
 

@@ -38,6 +38,8 @@ class Nearest(Listing):
                     unreadable.append(one)
                 else:
                     copies.setdefault((one.step, one.attempt), []).append(one)
+        for some in copies.values():  # what only other hosts have comes last
+            some.sort(key=lambda one: not self._tier_of(one.path).lies_here(one.path))
         self._copies = {some[0].path: [one.path for one in some] for some in copies.values()}
         newest = (some[0]._replace(sequence=max(one.sequence or 0 for one in some)) for some in copies.values())
         return sorted([*newest, *unreadable], key=lambda one: one.path)
@@ -48,4 +50,20 @@ class Nearest(Listing):
 
     @override
     def protect(self, path: Location) -> contextlib.AbstractContextManager[None]:
-        return next(tier for tier in self._tiers if tier.root == path.parent).protect(path)
+        return self._tier_of(path).protect(path)
+
+    @override
+    def here(self, path: Location, step: int, attempt: str) -> Location:
+        return self._tier_of(path).here(path, step, attempt)
+
+    @override
+    def refuse_elsewhere(self, path: Location, rank: int) -> None:
+        self._tier_of(path).refuse_elsewhere(path, rank)
+
+    @override
+    def has_seen(self, path: Location) -> bool:
+        return self._tier_of(path).has_seen(path)
+
+    def _tier_of(self, path: Location) -> Tier:
+        """The tier that a checkpoint lies in: the first one may have another path on each host."""
+        return next((tier for tier in self._tiers if tier.root == path.parent), self._tiers[0])

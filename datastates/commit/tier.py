@@ -11,7 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-from datastates.commit.manifest import Manifest
+from typing_extensions import override
+
+from datastates.commit import manifest
+from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.names import STEP
 from datastates.commit.opening import Opening
 from datastates.errors import CheckpointNotFoundError
@@ -144,6 +147,24 @@ class Listing(ABC):
             CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
         """
 
+    def holds(self, path: Location) -> list[ContainerEntry]:
+        """The containers of a checkpoint that this process can read here; raises as :func:`manifest.open`."""
+        return [*manifest.open(path).containers]
+
+    def here(self, path: Location, step: int, attempt: str) -> Location:
+        """The path in this process's place of the checkpoint that rank 0 has at ``path``."""
+        del step, attempt
+        return path
+
+    def refuse_elsewhere(self, path: Location, rank: int) -> None:
+        """Raise RestoreError if the container that a rank wrote is in a part of the place that is not in reach here."""
+        del path, rank
+
+    def has_seen(self, path: Location) -> bool:
+        """Whether this process has seen a checkpoint whole, so that it need not look again."""
+        del path
+        return False
+
     def keep(self, find: Callable[[], Location | None], reader: contextlib.ExitStack) -> Location | None:
         """Protect the checkpoint that ``find`` returns until ``reader`` closes.
 
@@ -165,9 +186,11 @@ class Tier(Listing):
     Attributes:
         root: The place.
         whole: The checkpoints that this process has seen whole; None where their files may change.
+        leader: The rank that fences earlier runs in the place and removes what they left.
     """
 
     whole: set[Location] | None = None
+    leader: int = 0
 
     @property
     def in_memory(self) -> bool:
@@ -175,6 +198,15 @@ class Tier(Listing):
         return False
 
     # --- reading
+
+    @override
+    def has_seen(self, path: Location) -> bool:
+        return self.whole is not None and path in self.whole
+
+    def lies_here(self, path: Location) -> bool:
+        """Whether anything of a checkpoint is in the part of the place that is in reach of this process."""
+        del path
+        return True
 
     def listed_once(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, the calls of this thread may share one list of the place."""

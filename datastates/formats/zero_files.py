@@ -6,7 +6,7 @@ number of ranks, so a file is opened only when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -245,8 +245,9 @@ class ZeroFiles(Stored):
         super().__init__(Head(path, 0, "", ranks * len(sections), None, None))
         self._ranks, self._sections = ranks, sections
 
-    def open_containers(self, ranks: Iterable[int]) -> None:
+    def open_containers(self, ranks: Collection[int], *, needed: bool = False) -> None:
         """Open files: first those of the first section, by rank."""
+        del needed  # none may be missing
         for number in ranks:
             if number not in self._opened:
                 section, rank = divmod(number, self._ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,23 @@ class Stored:
         lost: The paths of containers that were needed and are missing, by rank.
     """
 
-    def __init__(self, head: Head, others: Sequence[Head] = (), without: Collection[Location] = ()) -> None:
+    def __init__(
+        self,
+        head: Head,
+        others: Sequence[Head] = (),
+        without: Collection[Location] = (),
+        refuse: Callable[[int], None] = lambda rank: None,
+    ) -> None:
         """Take the head; nothing is opened yet.
 
         Args:
             head: The head of the checkpoint, in the nearest place.
             others: The heads of its copies in other places: a file that is missing or damaged is taken from there.
             without: Files that are known to be damaged: they are taken from the next place, if there is one.
+            refuse: Called with the rank of a container that is needed and in no place. It may raise an error.
         """
         self.head = head
+        self._refuse = refuse
         self.lost: dict[int, Location] = {}
         self._heads, self._without = (head, *others), without
         self._opened: dict[int, Container] = {}
@@ -117,17 +125,17 @@ class Stored:
         """Which ranks hold what, in a checkpoint that several ranks wrote; raises as :attr:`catalog` does."""
         return self.catalog
 
-    def container(self, rank: int) -> Container | None:
-        """A rank's container; None if the file is missing.
+    def container(self, rank: int, *, needed: bool = False) -> Container | None:
+        """A rank's container; None if the file is missing. ``needed``: no other container will do.
 
         Raises:
             FormatError: The file is damaged, or is not the container that the manifest or the catalog describes.
             StorageError: The file cannot be read.
         """
-        self.open_containers([rank])
+        self.open_containers([rank], needed=needed)
         return self._opened.get(rank)
 
-    def open_containers(self, ranks: Iterable[int]) -> None:
+    def open_containers(self, ranks: Collection[int], *, needed: bool = False) -> None:
         """Open the containers of several ranks at once, which is faster than one after the other.
 
         Raises:
@@ -144,6 +152,8 @@ class Stored:
                 self.lost[rank] = self._named(rank, self.head).path
             else:
                 self._opened[rank] = one
+        for rank in sorted(self.lost.keys() & set(ranks)) if needed else ():
+            self._refuse(rank)
 
     def _open_there(self, rank: int, named: Named) -> None:
         """Open a container in a place that is not the last one, if it is there and whole."""
@@ -171,12 +181,12 @@ class Stored:
         It is the container with the rank's own number if that has the provider, else another rank's.
         """
         ranks = self.head.ranks
-        own = self.container(rank) if rank < ranks else None
+        own = self.container(rank, needed=True) if rank < ranks else None
         if own is not None and provider in own.index.shards.providers:
             return own
         if ranks > 1 and (found := self.holding.find(object_hash(full_key(provider, "")))) is not None:
             holder = self.holding.any_holder(found)
-            if holder is not None and (one := self.container(holder)) is not None:
+            if holder is not None and (one := self.container(holder, needed=True)) is not None:
                 return one
         every = (self.container(r) for r in range(ranks))
         return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
@@ -206,7 +216,10 @@ class Stored:
         if first is not None and (row := self._row(first, full)) is not None:
             return row
         holders = self.holding.holders(tensor, 0, 2**62)
-        return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
+        found = next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
+        if found is None and first is not None:
+            self.container(first, needed=True)
+        return found
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
         """The rows of whole tensors; see :meth:`datastates.reading.tensors.Tensors.whole`.
@@ -246,7 +259,7 @@ class Stored:
         for number, (like, part) in enumerate(wanted):
             for rank in self.holders(like.key, part):
                 asked.setdefault(rank, []).append(number)
-        self.open_containers(asked)
+        self.open_containers(asked, needed=True)
         held: list[Held] = []
         keys = {}
         for rank in sorted(asked.keys() - self.lost.keys()):

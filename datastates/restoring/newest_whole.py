@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health, manifest
 from datastates.commit.tier import Listing
 from datastates.errors import (
+    CheckpointNotFoundError,
     CommitError,
     CorruptError,
     DatastatesError,
@@ -75,15 +78,21 @@ def open_together(
     heads = meeting.choose(request.wish, pick)
     if not heads:
         return None
-    head, *others = map(Head.decode, unpack(heads))
-    stored = Stored(head, others, without)
+    head, *others = [_here(tier, Head.decode(one)) for one in unpack(heads)]
+    stored = Stored(head, others, without, partial(tier.refuse_elsewhere, head.path))
 
     def keep() -> None:
         if meeting.rank:
-            tier.keep(lambda: stored.head.path, reading)
+            with contextlib.suppress(*[CheckpointNotFoundError] if others else []):
+                tier.keep(lambda: stored.head.path, reading)
 
     meeting.begin(keep)
     return stored
+
+
+def _here(tier: Listing, head: Head) -> Head:
+    assert head.step is not None
+    return replace(head, path=tier.here(head.path, head.step, head.attempt))
 
 
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
@@ -238,7 +247,7 @@ def _damaged_file(error: Exception | None, stored: Stored) -> bytes:
 
 def _problem(tier: Listing, path: Location) -> str | None:
     """The fault of a checkpoint; None if it looks whole in one of its places."""
-    first, *others = map(health.problem, tier.copies(path))
+    first, *others = [health.problem(one, tier=tier) for one in tier.copies(path)]
     return None if None in others else first
 
 
