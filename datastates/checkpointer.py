@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from datastates._base import log
 from datastates.commit import newest
-from datastates.commit.ballot import Ballot
 from datastates.commit.names import Metric, checked_metric, checked_step
 from datastates.config import Options, Settings
 from datastates.draining.place import Place
@@ -151,7 +150,7 @@ class Checkpointer:
         number = self._snapshots
         before: list[Snapshot] = []
         name, ready = f"{self._name}/snapshot/{number}", partial(wait_ended, before)
-        ballot = Ballot(self._engine.world, name, self._place.run, number=number, ready=ready)
+        ballot = self._place.ballot(self._engine.world, name, self._place.run, number=number, ready=ready)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count the same: an interrupt before this is one before the call

@@ -237,6 +237,11 @@ class Settings(RankSettings, RetentionSettings):
         "committed in the directory: a path or an address each, or TierSettings with retention of their own. A restore "
         "takes the newest checkpoint of all places.",
     )
+    per_host: bool = Field(
+        False,
+        description="The directory is another one on each host, as on local disks: each host keeps the containers of "
+        "its ranks.",
+    )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
         "raise",
@@ -288,6 +293,15 @@ class Settings(RankSettings, RetentionSettings):
             raise ValueError("grace: it needs handle_sigterm=True, and every, for the loop to ask due(step)")
         return self
 
+    @model_validator(mode="after")
+    def _ranks_can_meet(self) -> Settings:
+        if self.per_host and (self.world_size or 1) > 1:
+            raise ValueError(
+                "per_host: ranks cannot meet in a directory that is another one on each host: initialize "
+                "torch.distributed or jax.distributed, and leave rank and world_size out"
+            )
+        return self
+
     @property
     def keeps(self) -> list[Keep]:
         """The checkpoints that retention keeps in the first tier, and in each of the others."""
@@ -322,6 +336,7 @@ class Options(RankOptions, total=False):
     keep_every: int | None
     keep_best: int | None
     best_mode: Literal["min", "max"]
+    per_host: bool
     auto_gate: bool
     on_error: Literal["raise", "warn"] | Callable[[Any], object]
     on_commit: Callable[[Any], object] | None

@@ -93,7 +93,7 @@ class storage_errors:  # named as a statement, as contextlib.suppress is
 
 
 class UncertainError(StorageError):
-    """A store did not tell whether it has done what it was asked, or will yet do it: an answer was lost.
+    """A store, or a host, did not tell whether it has done what it was asked, or will yet do it: an answer was lost.
 
     What the operation was to make may be there, or appear later. Look at it.
     """

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from datastates.commit.ballot import Ballot
+from datastates.commit.directory_tier import DirectoryTier
 from datastates.commit.nearest import Nearest
 from datastates.commit.opening import Opening
 from datastates.commit.run import Run
+from datastates.commit.spread_ballot import SpreadBallot
+from datastates.commit.spread_tier import open_spread
 from datastates.commit.tier import Listing, Tier
 from datastates.commit.tiers import tier_of
 from datastates.config import Settings
@@ -26,23 +30,27 @@ class Place:
         opening: The right to save in the first tier.
         run: The saves in the first tier.
         drains: Bring the checkpoints into the other tiers.
+        ballot: What makes a checkpoint in the first tier.
     """
 
     opening: Opening
     run: Run
     drains: Drains
+    ballot: type[Ballot] = Ballot
 
     def __init__(self, root: Location, settings: Settings) -> None:
         """Make the place, where it needs to be made.
 
         Raises:
-            SettingsError: A tier is given twice, or no store serves it.
+            SettingsError: A tier is given twice, or no store serves it. Or ``per_host`` is set for a bucket.
             StorageError: The place cannot be made.
             ValueError: No store serves it.
         """
         self.root = root
         self._settings = settings
         self._tiers = [tier_of(root)]
+        if settings.per_host and not isinstance(self._tiers[0], DirectoryTier):
+            raise SettingsError(f"per_host: {root} is a place in a store, which all hosts share")
         for one in settings.tiers:
             self._tiers.append(self._further(one.path))
         self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
@@ -71,14 +79,19 @@ class Place:
         first, (keep, *further) = self._tiers[0], self._settings.keeps
         if further and keep.last is None and first.in_memory:
             keep = replace(keep, last=1)
-        every = ", then ".join(str(tier.root) for tier in self._tiers)
-        self.opening = first.opening(meet(world, name, every, first.begin_opening))
+        beside, highest = "".join(f", then {tier.root}" for tier in self._tiers[1:]), 0
+        if world.size == 1 or not self._settings.per_host:
+            self.opening = first.opening(meet(world, name, f"{self.root}{beside}", first.begin_opening))
+        else:
+            first, self.opening = open_spread(world, name, self.root, beside)
+            highest, self.ballot, self._tiers[0] = first.highest, SpreadBallot, first
+            self.listing = self.listing if further else first
         self.run = Run(
             first,
             self.opening,
             keep,
-            is_coordinator=world.rank == 0,
-            above=lambda: self.drains.newest(),
+            is_coordinator=world.rank == first.leader,
+            above=lambda: max(self.drains.newest(), highest),
             stay=(lambda every: self.drains.stay(every)) if further else None,
             committed=lambda path, identity: self.drains.add(path, identity),
         )

@@ -1,0 +1,347 @@
+"""The tier of directories that each host has for itself: a checkpoint is there if each part of it is in one of them.
+
+Each directory has the whole manifest and catalog of a checkpoint, and the containers of its own ranks. What the
+directories hold is told when the tier is opened, and kept up by what is committed and deleted since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from typing_extensions import override
+
+from datastates._base import log
+from datastates._base.packing import pack, unpack
+from datastates.commit import catalog, manifest
+from datastates.commit.directory_tier import DirectoryTier
+from datastates.commit.fence import DirectoryOpening
+from datastates.commit.hosts import Hosts, find, together
+from datastates.commit.manifest import ContainerEntry
+from datastates.commit.names import STEP, as_debris, final_of, step_name
+from datastates.commit.pending import Pending
+from datastates.commit.retention import _warning
+from datastates.commit.tier import Committed
+from datastates.errors import (
+    CheckpointNotFoundError,
+    CommitError,
+    DatastatesError,
+    FormatError,
+    RestoreError,
+    rank_names,
+    said,
+)
+from datastates.ranks.world import World
+from datastates.storage import folders_of, store_of
+from datastates.storage.location import Location
+
+Identity = tuple[int, str]
+"""Step and attempt."""
+
+
+class _Known(NamedTuple):
+    """A checkpoint of which some directory has the manifest.
+
+    Attributes:
+        sequence: Its number in the order of the snapshots.
+        metric: How good it is; None if nobody said so.
+        ranks: The number of its containers.
+        holders: By the rank that wrote a container, a leader in whose directory that is whole.
+    """
+
+    sequence: int
+    metric: float | None
+    ranks: int
+    holders: dict[int, int]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.holders) == self.ranks
+
+
+class SpreadTier(DirectoryTier):
+    """The checkpoints that several directories hold together, as the ranks of one of these see them.
+
+    Attributes:
+        hosts: The ranks of each directory.
+        highest: The highest sequence number that any directory had when the tier was opened.
+    """
+
+    highest = 0
+
+    def __init__(self, root: Location, hosts: Hosts) -> None:
+        """Take this rank's directory; nothing is read yet."""
+        super().__init__(root)
+        self.hosts, self.leader = hosts, hosts.leader
+        self.whole: set[Location] = set()
+        self._known: dict[Identity, _Known] = {}
+        self._deleted: deque[Identity] = deque()
+
+    # --- reading
+
+    @override
+    def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
+        """As :meth:`Tier.checkpoints`: what all directories have together.
+
+        Who deletes asks for ``certain``, and gets what is not whole, too.
+        """
+        every = self._known.copy()
+        here = super().checkpoints(certain=certain, known=known)
+        whole = {i for i, one in every.items() if one.is_whole}
+        self.whole = {one.path for one in here if _identity(one) in whole}
+        listed = [one for one in here if certain or one.path in self.whole]
+        absent = every.keys() - {_identity(one) for one in here}
+        listed += [
+            Committed(every[i].sequence, i[0], 0, i[1], self.root / f"{step_name(i[0])}.{i[1]}", 0, every[i].metric)
+            for i in (absent if certain else absent & whole)
+        ]
+        return sorted(listed, key=lambda one: one.path)
+
+    @override
+    def holds(self, path: Location) -> list[ContainerEntry]:
+        opened, there = manifest.open(path), store_of(path).entries(path)
+        nbytes = {name: entry.nbytes for name, entry in there.items()}
+        if opened.catalog is not None and nbytes.get(opened.catalog.file) != opened.catalog.nbytes:
+            return []
+        return [one for one in opened.containers if nbytes.get(one.file) == one.nbytes]
+
+    @override
+    def lies_here(self, path: Location) -> bool:
+        return _nowhere(path) is None
+
+    @override
+    def here(self, path: Location, step: int, attempt: str) -> Location:
+        return next((one.path for one in self.checkpoints() if _identity(one) == (step, attempt)), path)
+
+    @override
+    @contextlib.contextmanager
+    def protect(self, path: Location) -> Iterator[None]:
+        if identity := _nowhere(path):
+            leaders = {*self._known[identity].holders.values()}
+            raise CheckpointNotFoundError(self._elsewhere(f"step {identity[0]}", leaders))
+        with super().protect(path):
+            yield
+
+    @override
+    def refuse_elsewhere(self, path: Location, rank: int) -> None:
+        identity = _nowhere(path) or ((opened := manifest.open(path)).step, opened.attempt)
+        holders = known.holders if (known := self._known.get(identity)) else {}
+        if (leader := holders.get(rank, self.leader)) != self.leader:
+            raise RestoreError(self._elsewhere(f"{manifest.container_name(rank)} of step {identity[0]}", {leader}))
+
+    def _elsewhere(self, what: str, leaders: set[int]) -> str:
+        own = self.hosts.places[self.hosts.rank]
+        return (
+            f"{what} is needed and is not in {own}, but in {self.hosts.named(leaders)}: start the ranks where they "
+            "ran, or give a place that all of them reach in tiers="
+        )
+
+    # --- opening
+
+    def inventory(self) -> bytes:
+        """What this directory holds: the parts of committed checkpoints, and interrupted attempts."""
+        held = []
+        for one in super().checkpoints(certain=True):
+            try:
+                ranks = manifest.open(one.path).world_size
+                found = [entry.rank for entry in self.holds(one.path)]
+                held.append([*_identity(one), one.sequence, one.metric, ranks, found])
+            except (CheckpointNotFoundError, FormatError) as error:
+                log.warning("%s is passed over: %s", one.path, error)
+        return pack([held, [_attempt(path) for path in self.debris()]])
+
+    def take_stock(self, every: Iterable[tuple[int, str, int, float | None, int, Iterable[tuple[int, int]]]]) -> None:
+        """Take over what all directories hold, as :func:`_united` tells it."""
+        for step, attempt, sequence, metric, ranks, holders in sorted(every, key=lambda one: -one[2]):
+            self.highest = max(self.highest, sequence)
+            self._known[step, attempt] = known = _Known(sequence, metric, ranks, dict(holders))
+            if self.hosts.rank == 0 and not any(one.is_whole for one in self._known.values()):
+                lost = rank_names([rank for rank in range(ranks) if rank not in known.holders])
+                places = self.hosts.named(set(self.hosts.leaders))
+                log.warning("step %d is passed over: what %s wrote of it is in none of %s", step, lost, places)
+
+    def files_of(self, wanted: Iterable[Identity]) -> list[tuple[Identity, bytes, bytes]]:
+        """Manifest and catalog of checkpoints that are committed here."""
+        own = {_identity(one): one.path for one in super().checkpoints()}
+        found = []
+        for identity in wanted:
+            path, store = own[identity], store_of(own[identity])
+            found.append((identity, store.read_all(path / manifest.FILE), store.read_all(path / catalog.FILE)))
+        return found
+
+    def roll_forward(self, files: Iterable[tuple[Identity, bytes, bytes]], mark: bytes) -> None:
+        """Complete interrupted attempts that were committed in another directory, whose files are given."""
+        given = {identity: (made, encoded) for identity, made, encoded in files}
+        for path in self.debris():
+            if (identity := _attempt(path)) in given:
+                log.warning("%s was committed on another host, and is completed", path)
+                pending = self.pending(self.root / step_name(identity[0]), identity[1], mark)
+                try:
+                    pending.begin()
+                    for name in (manifest.FILE, catalog.FILE):
+                        folders_of(path).remove(pending.path(name), missing_ok=True)  # it may be cut short
+                    self.publish(pending, *given[identity])
+                except DatastatesError as error:  # it stays as it is, and the checkpoint is passed over
+                    log.warning("%s could not be completed: %s", path, said(error))
+                finally:
+                    pending.close()
+
+    # --- writing
+
+    def publish(
+        self,
+        pending: Pending,
+        made: bytes,
+        encoded: bytes,
+        ranks: Iterable[int] = (),
+        ready: Callable[[], None] = lambda: None,
+    ) -> Location:
+        """Commit this directory's part of a checkpoint; returns its path. Errors are as for :meth:`Uncommitted.commit`.
+
+        Args:
+            pending: The attempt. The containers in it are synced.
+            made: The manifest.
+            encoded: The catalog.
+            ranks: The ranks whose containers must be in it.
+            ready: Called when nothing but the name is left to do. What it raises stops the commit.
+        """
+        opened = manifest.decode(made, str(pending.path(manifest.FILE)))
+        there = store_of(pending.directory).entries(pending.directory)
+        own = [one for one in opened.containers if one.file in there]
+        wrong = {one.rank for one in own if there[one.file].nbytes != one.nbytes}
+        if lost := wrong | {*ranks} - {one.rank for one in own}:
+            raise CommitError(f"the container of rank {min(lost)} in {pending.directory} is not as it was written")
+        pending.add(catalog.FILE, encoded)
+        pending.add(manifest.FILE, made)
+        return pending.publish([one.file for one in own], ready)
+
+    def note(self, made: bytes) -> None:
+        """Take note of a checkpoint that every directory has committed, by its manifest."""
+        one = manifest.decode(made, manifest.FILE)
+        assert one.sequence is not None
+        holders = dict(enumerate(self.hosts.leaders))
+        self._known[one.step, one.attempt] = _Known(one.sequence, one.metric, one.world_size, holders)
+
+    def spoil(self, pending: Pending) -> bool:
+        """See to it that nobody can complete an attempt: its part here goes. Returns whether that is certain."""
+        store = folders_of(self.root)
+        try:
+            if (path := self.of_attempt(pending.target, pending.attempt)) is not None:
+                return super().remove(path)
+            if store.exists(pending.directory):
+                store.rename(pending.directory, left := as_debris(pending.target))
+                store.sync_folder(self.root)
+                store.remove_tree(left, tolerant=True)
+        except DatastatesError as error:
+            log.warning("an attempt to save %s could not be undone: %s", pending.target, said(error))
+            return False
+        return True
+
+    # --- deleting
+
+    @override
+    def remove(self, path: Location) -> bool:
+        """As :meth:`Tier.remove`, on rank 0: it decides, and the others are told by :meth:`deleted`."""
+        if self.hosts.rank:
+            return False
+        identity = _nowhere(path)
+        if identity is None:
+            with contextlib.suppress(CheckpointNotFoundError, FormatError):
+                identity = (opened := manifest.open(path)).step, opened.attempt
+            if not super().remove(path):
+                return False
+        if identity is not None:
+            self._known.pop(identity, None)
+            self._deleted.append(identity)
+        return True
+
+    def deleted(self) -> list[Identity]:
+        """On rank 0, what :meth:`remove` has deleted since the last call."""
+        return [self._deleted.popleft() for _ in range(len(self._deleted))]
+
+    def forget(self, deleted: Iterable[Identity]) -> None:
+        """Delete what rank 0 has deleted. What cannot be deleted counts as damaged from the next opening on."""
+        gone = {(step, attempt) for step, attempt in deleted}
+        for identity in gone:
+            self._known.pop(identity, None)
+        for one in super().checkpoints(known=True) if gone and self.hosts.rank == self.leader else ():
+            if _identity(one) in gone:
+                with _warning():
+                    super().remove(one.path)
+
+
+def _identity(one: Committed) -> Identity:
+    return one.step, one.attempt
+
+
+def _nowhere(path: Location) -> Identity | None:
+    """What :meth:`SpreadTier.checkpoints` lists under a path where nothing is, as only other directories have it."""
+    return (int(match[1]), match[3]) if (match := STEP.match(path.name)) and match[3] else None
+
+
+def _attempt(partial: Location) -> Identity:
+    match = STEP.match(final_of(partial.name))
+    assert match is not None
+    return int(match[1]), partial.name[-8:]
+
+
+def _united(told: dict[int, bytes]) -> bytes:
+    """What all directories hold, and which attempts to complete, each with a leader that has it committed."""
+    openings: dict[int, bytes] = {}
+    every: dict[Identity, _Known] = {}
+    owners: dict[Identity, list[int]] = {}
+    interrupted: list[Identity] = []
+    for leader, data in sorted(told.items()):
+        if data:
+            openings[leader], stock = unpack(data)
+            held, partial = unpack(stock)
+            for step, attempt, sequence, metric, ranks, found in held:
+                holders = every.setdefault((step, attempt), _Known(sequence, metric, ranks, {})).holders
+                holders.update({rank: leader for rank in found if rank not in holders})
+                owners.setdefault((step, attempt), []).append(leader)
+            interrupted += [(step, attempt) for step, attempt in partial]
+    behind = [[*i, owners[i][0]] for i in dict.fromkeys(interrupted) if i in owners]
+    known = [[*i, *one[:-1], [*one.holders.items()]] for i, one in every.items()]
+    return pack([[*openings.items()], known, behind])
+
+
+def open_spread(world: World, name: str, root: Location, beside: str) -> tuple[SpreadTier, DirectoryOpening]:
+    """Open the directories ``root`` of all hosts, on all ranks; what was committed on some of them is completed.
+
+    ``beside`` must be the same on all ranks.
+
+    Raises:
+        CommitError: Another rank failed.
+        RanksMissingError: Some ranks did not come in time.
+        StorageError: The directory cannot be read or written.
+    """
+    hosts = find(world, name, root, beside)
+    tier = SpreadTier(root, hosts)
+    leads = hosts.leader == world.rank
+
+    def own() -> bytes:
+        return pack([tier.begin_opening(), tier.inventory()]) if leads else b""
+
+    told, known, behind = unpack(together(world, f"{name}/stock", own, _united))
+    opening = tier.opening(dict(told)[hosts.leader])
+    if behind:
+
+        def give() -> bytes:
+            return pack(tier.files_of([(step, attempt) for step, attempt, leader in behind if leader == world.rank]))
+
+        def collect(given: dict[int, bytes]) -> bytes:
+            return pack([one for data in given.values() for one in unpack(data)])
+
+        files = [((*i,), *rest) for i, *rest in unpack(together(world, f"{name}/behind", give, collect))]
+
+        def complete() -> bytes:
+            if not leads:
+                return b""
+            tier.roll_forward(files, opening.mark)
+            return pack([b"", tier.inventory()])
+
+        _, known, _ = unpack(together(world, f"{name}/completed", complete, _united))
+    tier.take_stock(known)
+    return tier, opening
