@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -12,11 +13,12 @@ from typing import NamedTuple
 from datastates._base import log, workers
 from datastates._base.waiting import Bell
 from datastates._base.workers import Workers
-from datastates.commit import health, manifest, retention
+from datastates.commit import health, manifest
 from datastates.commit.names import step_name
 from datastates.commit.run import Run
-from datastates.commit.tier import Committed, Identity, Tier, Uncommitted
+from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
+from datastates.draining.backlog import Backlog
 from datastates.draining.bring import Part, bring
 from datastates.errors import (
     CheckpointNotFoundError,
@@ -44,6 +46,7 @@ class Around(NamedTuple):
 
     Attributes:
         rank: The rank of this process.
+        leads: Whether it brings what earlier runs have left in its directory: rank 0, or one of each host.
         patience: Seconds for which :meth:`Drain.close` waits for other ranks.
         is_busy: Whether a snapshot is in flight: it comes first.
         stay: As for :class:`Run`, of the target.
@@ -51,6 +54,7 @@ class Around(NamedTuple):
     """
 
     rank: int
+    leads: bool
     patience: float
     is_busy: Callable[[], bool]
     stay: Callable[[Sequence[Committed]], Collection[Location]]
@@ -77,20 +81,16 @@ class Drain:
         self.target = target
         self.failure = ""
         """Why the last try has failed; empty if it has not."""
-        self._before, self._keep, self._around = before, keep, around
+        self.backlog = Backlog(before, target, keep)
+        self._keep, self._around = keep, around
         self._threads = Workers("datastates-drain", 1)
         self._bell, self._lock = Bell(), threading.Lock()
-        self._works = self._is_called = self._closing = self._asked = self._late = self._fenced = False
-        self._hurries = False
+        self._works = self._is_called = self._closing = self._asked = self._fenced = self._hurries = False
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
         self._sent = 0
         self._now: Location | None = None  # what is being brought
-        self._own: dict[Location, None] = {}  # what this run has committed and is due, the oldest first
-        self._known: set[Identity] = set()  # what is in the target
-        self._lost: set[Identity] = set()  # what is damaged wherever it lies
-        self._unwanted: set[Identity] = set()  # what the target would not keep
-        self._newest: int | None = None  # the highest sequence number that was found in the target at first
+        self._left: list[list[Committed]] | None = None  # on a rank that leads a host, what earlier runs have left
         self._run: Run | None = None  # on rank 0, the run's saves in the target
         _drains.add(self)
 
@@ -103,7 +103,7 @@ class Drain:
 
     def add(self, path: Location) -> None:
         """Note a checkpoint of this run, which is committed in the first tier."""
-        self._own[path] = None
+        self.backlog.add(path)
         self._call()
 
     def newest(self) -> int:
@@ -113,22 +113,17 @@ class Drain:
         checkpoints of this run that were numbered meanwhile get higher numbers there, and later ones everywhere.
         """
         self.begin()
-        if not self._late:
-            self._bell.wait_for(lambda: self._asked or self._newest is not None, _AHEAD)
-        if self._newest is None:
-            self._late = True
+        backlog = self.backlog
+        if not backlog.late:
+            self._bell.wait_for(lambda: self._asked or backlog.newest is not None, _AHEAD)
+        if backlog.newest is None:
+            backlog.late = True
             return 0
-        return 2 * self._newest if self._late else self._newest
-
-    def has(self, identity: Identity) -> bool:
-        """Whether a checkpoint is known to be in the target."""
-        return identity in self._known
+        return 2 * backlog.newest if backlog.late else backlog.newest
 
     def needs(self, one: Committed) -> bool:
         """Whether a checkpoint is still to be brought to the target."""
-        if self._fenced or one.sequence is None:
-            return False
-        return all((one.step, one.attempt) not in these for these in (self._known, self._lost, self._unwanted))
+        return not self._fenced and self.backlog.needs(one)
 
     def delete(self) -> None:
         """Delete the checkpoints of the target that are not kept, once the run saves there."""
@@ -236,20 +231,28 @@ class Drain:
 
     def _bring_own(self) -> bool | None:
         """On another rank than 0: copy one container. True: there may be more; None: nothing is left."""
-        path = self._own_newest()
+        path = self._now = self.backlog.own_newest()
         if path is None:
-            return None
-        try:
-            self._now = path
-            self.target.make()
+            return self._bring_left()
+        self.target.make()
+        with contextlib.suppress(CheckpointNotFoundError):
             made = manifest.open(path)
             found = self.target.arriving(self.target.root / step_name(made.step), made.attempt, b"")
-            if not isinstance(found, Location):
-                bring(path, found, Part((self._around.rank,), commits=False, pace=self._pace_of))
-        except CheckpointNotFoundError:
-            log.info("%s was deleted before it was brought to %s", path, self.target.root)
-        self._own.pop(path)
+            self._bring(path, found, Part((self._around.rank,), commits=False, pace=self._pace_of))
+        self.backlog.drop(path)
         return None if self._hurries else True
+
+    def _bring_left(self) -> bool | None:
+        """On a rank that leads a host: copy what is here of a checkpoint of an earlier run. As :meth:`_bring_own`."""
+        if self._left is None:
+            self._left = self.backlog.due() if self._around.leads else []
+        if not self._left or self._hurries:
+            return None
+        (one, *_), found = self._left[0], self.backlog.arriving(self._left[0][0], b"")
+        with contextlib.suppress(CheckpointNotFoundError):
+            self._bring(one.path, found, Part(self.backlog.held(one), commits=False, pace=self._pace_of))
+        self._left.pop(0)
+        return True
 
     def _bring_next(self) -> bool | None:
         """On rank 0: bring the newest checkpoint that is due. False: other ranks are still copying all that is due."""
@@ -257,86 +260,60 @@ class Drain:
         run.begin()
         assert run.opening is not None
         with self.target.listed_once():
-            due = self._due()
-            found = [
-                self.target.arriving(self.target.root / step_name(one.step), one.attempt, run.opening.mark)
-                for one, *_ in due
-            ]
-        newest = self._own_newest()
+            due = self.backlog.due()
+            self._bell.ring()
+            found = [self.backlog.arriving(one, run.opening.mark) for one, *_ in due]
+        newest = self.backlog.own_newest()
         for copies, there in zip(due, found, strict=True):
             self._now = copies[0].path
             if self._hurries and self._now != newest:
                 continue
-            if isinstance(there, Location) or self._bring(run, copies, there):
+            if self._bring_whole(run, copies, there):
                 return (len(due) > 1 and not self._hurries) or None
-        return False if due and not (self._hurries and newest is None) else None
+        waits = due and (not self._is_last() or any(self.backlog.is_own(copies[0].path) for copies in due))
+        return False if waits and not (self._hurries and newest is None) else None
 
     def _opened(self) -> Run:
         self.target.make()
         opening = self.target.opening(self.target.begin_opening())
         return Run(self.target, opening, self._keep, stay=self._around.stay)
 
-    def _due(self) -> list[list[Committed]]:
-        """The checkpoints that are to be brought, the newest first, each as it lies in the tiers before the target."""
-        there = self.target.checkpoints(certain=True, known=True)
-        self._known = {(one.step, one.attempt) for one in there}
-        if self._newest is None:
-            self._newest = max((one.sequence or 0 for one in there), default=0)
-            self._bell.ring()
-        found: dict[Identity, list[Committed]] = {}
-        for tier in self._before:
-            for one in tier.checkpoints(known=True):
-                if one.sequence is not None and (one.step, one.attempt) not in self._known | self._lost:
-                    found.setdefault((one.step, one.attempt), []).append(one)
-        arriving = [copies[0]._replace(sequence=self._number(copies[0])) for copies in found.values()]
-        outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
-        self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)
-        for identity in self._unwanted:
-            self._own.pop(found[identity][0].path, None)
-        due = [one for one in arriving if (one.step, one.attempt) not in self._unwanted]
-        due.sort(key=lambda one: one.sequence or 0, reverse=True)
-        return [found[one.step, one.attempt] for one in due]
-
-    def _own_newest(self) -> Location | None:
-        return next(reversed(self._own), None)
-
-    def _is_whole(self, one: Committed) -> bool:
-        return one.path.parent != self.target.root or retention.is_whole(self.target, one)
-
-    def _bring(self, run: Run, copies: list[Committed], found: Uncommitted) -> bool:
+    def _bring_whole(self, run: Run, copies: list[Committed], found: Uncommitted | Location) -> bool:
         """Bring one checkpoint from the first of its places where it is whole; False if other ranks still copy."""
         assert run.opening is not None
-        identity = copies[0].step, copies[0].attempt
-        ranks = (self._around.rank,) if copies[0].path in self._own else None
-        part = Part(ranks, True, self._number(copies[0]), run.opening.refuse_if_fenced, self._pace_of)
+        is_own, number = self.backlog.is_own(copies[0].path), self.backlog.number(copies[0])
         for one in copies:
-            try:
-                if bring(one.path, found, part) is None:
-                    return False
-                self._own.pop(copies[0].path, None)
-                self._known.add(identity)
-                with self.target.listed_once():
-                    run.retain()
-                self._around.arrived()
-                return True
-            except CheckpointNotFoundError:
-                log.info("%s was deleted before it was brought to %s", one.path, self.target.root)
-            except DatastatesError as error:
-                if not health.is_damage(error) or not _is_of(error, one.path):
-                    raise
-                log.error("%s is not brought to %s: %s", one.path, self.target.root, error)
-        self._own.pop(copies[0].path, None)
-        self._lost.add(identity)
+            with contextlib.suppress(CheckpointNotFoundError):
+                ranks = [self._around.rank] if is_own else self.backlog.held(one)
+                part = Part(ranks, True, number, run.opening.refuse_if_fenced, self._pace_of)
+                if (is_there := self._bring(one.path, found, part)) is None:
+                    continue
+                if is_there:
+                    self.backlog.brought(copies)
+                    with self.target.listed_once():
+                        run.retain()
+                    self._around.arrived()
+                return is_there
+        self.backlog.lose(copies)
         return True
 
-    def _number(self, one: Committed) -> int:
-        """The sequence number in the target: as in the first tier, unless it was given before the target was asked."""
-        number, ahead = one.sequence or 1, self._newest or 0
-        return number + ahead if self._late and number <= ahead and one.path in self._own else number
+    def _bring(self, path: Location, found: Uncommitted | Location, part: Part) -> bool | None:
+        """Bring one checkpoint, or a part of it; returns whether it is committed, None if it is damaged or gone."""
+        if isinstance(found, Location):
+            return True
+        try:
+            return bring(path, found, part) is not None
+        except CheckpointNotFoundError:
+            log.info("%s was deleted before it was brought to %s", path, self.target.root)
+        except DatastatesError as error:
+            if not health.is_damage(error) or not _is_of(error, path):
+                raise
+            log.error("%s is not brought to %s: %s", path, self.target.root, error)
+        return None
 
     def _pace_of(self, nbytes: int) -> None:
         """Let snapshots in flight go first, but never for long: there may always be one."""
-        if self._hurries and self._now != self._own_newest():
+        if self._hurries and self._now != self.backlog.own_newest():
             raise _DroppedError
         self._sent += nbytes
         if self._sent >= _PIECE:

@@ -44,8 +44,8 @@ class Drains:
         self._every: list[Drain] = []
         self._own: dict[Location, Identity] = {}  # of this run
         for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
-            freed = partial(self._free, number)
-            around = Around(world.rank, world.timeout, is_busy, partial(self._stay_in, number), freed)
+            leads, stay = world.rank == tiers[0].leader, partial(self._stay_in, number)
+            around = Around(world.rank, leads, world.timeout, is_busy, stay, partial(self._free, number))
             self._every.append(Drain(tiers[:number], tier, keep, around))
 
     def begin(self) -> None:
@@ -63,7 +63,9 @@ class Drains:
     def places(self, path: Location) -> list[Location]:
         """The tiers that have a checkpoint of this run by now, by its path in the first one; known on rank 0 only."""
         identity = self._own.get(path)
-        further = [] if identity is None else [drain.target.root for drain in self._every if drain.has(identity)]
+        further = (
+            [] if identity is None else [drain.target.root for drain in self._every if drain.backlog.has(identity)]
+        )
         return [path.parent, *further]
 
     def newest(self) -> int:
@@ -84,7 +86,7 @@ class Drains:
 
     def _must_stay(self, one: Committed, later: Sequence[Drain]) -> bool:
         for drain in later:
-            if drain.has((one.step, one.attempt)):
+            if drain.backlog.has((one.step, one.attempt)):
                 return False
             if drain.needs(one):
                 return True

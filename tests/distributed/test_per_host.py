@@ -218,6 +218,17 @@ def test_what_hosts_have_drains_to_a_place_that_all_reach(job: Any, tmp_path: Pa
     assert job(restore, **tiers) == [None] * RANKS
 
 
+def test_what_hosts_have_left_is_brought_by_the_next_run(job: Any, tmp_path: Path) -> None:
+    """One rank of each host brings the containers that lie there."""
+    job(save(1, 2))
+    tiers = {"tiers": [tmp_path / "far"]}
+    job(lambda ckpt, state, rank: (save(3)(ckpt, state, rank), ckpt.wait_drained(60)), **tiers)
+    assert names(tmp_path / "far") == [f"step-0000000{step}" for step in (1, 2, 3)]
+    for host in "ab":
+        shutil.rmtree(tmp_path / host)
+    assert job(lambda ckpt, state, rank: ckpt.restore(state, step=1).step, **tiers) == [1] * RANKS
+
+
 def test_parts_that_do_not_fit_are_refused(threads: Any, tmp_path: Path) -> None:
     def one(rank: int) -> Any:
         with ds.Checkpointer(tmp_path / "ab"[rank] / "run", **OPTIONS) as ckpt:

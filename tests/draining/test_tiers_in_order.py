@@ -348,7 +348,7 @@ def test_what_earlier_runs_left_does_not_hold_the_first_commit_up(first: Path, s
         checkpointer._place.drains.begin()
         assert held.reached.wait(60)
         (one,) = checkpointer._place.drains._every
-        assert (save(checkpointer, 2).committed, one._late) == (True, False)
+        assert (save(checkpointer, 2).committed, one.backlog.late) == (True, False)
         held.go.set()
     assert steps_in(FAR) == [1, 2]
 

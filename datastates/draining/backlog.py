@@ -1,0 +1,113 @@
+"""What is still to be brought to a tier: it follows from the lists of the tiers, so that a kill loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from datastates.commit import retention
+from datastates.commit.names import step_name
+from datastates.commit.tier import Committed, Identity, Tier, Uncommitted
+from datastates.config import Keep
+from datastates.storage.location import Location
+
+
+class Backlog:
+    """The checkpoints that a tier lacks and would keep. One thread brings them; any thread may ask.
+
+    Attributes:
+        newest: The highest sequence number that the tier had when it was asked first; None before that.
+        late: Whether checkpoints of this run were numbered before the tier was asked.
+    """
+
+    newest: int | None = None
+    late = False
+
+    def __init__(self, before: Sequence[Tier], target: Tier, keep: Keep) -> None:
+        """Nothing is read yet; arguments as for :class:`~datastates.draining.drain.Drain`."""
+        self._before, self._target, self._keep = before, target, keep
+        self._own: dict[Location, None] = {}  # what this run has committed and is due, the oldest first
+        self._known: set[Identity] = set()  # what is in the target
+        self._lost: set[Identity] = set()  # what is damaged wherever it lies, or gone
+        self._unwanted: set[Identity] = set()  # what the target would not keep
+
+    # --- what this run has committed
+
+    def add(self, path: Location) -> None:
+        """Note a checkpoint of this run, which is committed in the first tier."""
+        self._own[path] = None
+
+    def is_own(self, path: Location) -> bool:
+        """Whether a checkpoint is of this run, and due."""
+        return path in self._own
+
+    def own_newest(self) -> Location | None:
+        """The newest checkpoint of this run that is due."""
+        return next(reversed(self._own), None)
+
+    def drop(self, path: Location) -> None:
+        """Forget a checkpoint of this run."""
+        self._own.pop(path, None)
+
+    # --- what the tiers have
+
+    def due(self) -> list[list[Committed]]:
+        """What is to be brought, the newest first: each checkpoint as it lies in the tiers before the target.
+
+        Raises:
+            StorageError: A tier cannot be listed.
+        """
+        there = self._target.checkpoints(certain=True, known=True)
+        self._known = {(one.step, one.attempt) for one in there}
+        if self.newest is None:
+            self.newest = max((one.sequence or 0 for one in there), default=0)
+        found: dict[Identity, list[Committed]] = {}
+        for tier in self._before:
+            for one in tier.checkpoints(known=True):
+                if one.sequence is not None and (one.step, one.attempt) not in self._known | self._lost:
+                    found.setdefault((one.step, one.attempt), []).append(one)
+        arriving = [copies[0]._replace(sequence=self.number(copies[0])) for copies in found.values()]
+        outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
+        self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)
+        for identity in self._unwanted:
+            self.drop(found[identity][0].path)
+        due = [one for one in arriving if (one.step, one.attempt) not in self._unwanted]
+        due.sort(key=lambda one: one.sequence or 0, reverse=True)
+        return [found[one.step, one.attempt] for one in due]
+
+    def _is_whole(self, one: Committed) -> bool:
+        return one.path.parent != self._target.root or retention.is_whole(self._target, one)
+
+    def number(self, one: Committed) -> int:
+        """The sequence number in the target: as in the first tier, unless it was given before the target was asked."""
+        number, ahead = one.sequence or 1, self.newest or 0
+        return number + ahead if self.late and number <= ahead and one.path in self._own else number
+
+    def held(self, one: Committed) -> list[int]:
+        """The ranks whose containers of a checkpoint are in reach of this process."""
+        tier = next(tier for tier in self._before if tier.root == one.path.parent)
+        return [entry.rank for entry in tier.holds(one.path)]
+
+    def arriving(self, one: Committed, mark: bytes) -> Uncommitted | Location:
+        """As :meth:`Tier.arriving`."""
+        return self._target.arriving(self._target.root / step_name(one.step), one.attempt, mark)
+
+    def has(self, identity: Identity) -> bool:
+        """Whether a checkpoint is known to be in the target."""
+        return identity in self._known
+
+    def needs(self, one: Committed) -> bool:
+        """Whether a checkpoint is still to be brought to the target, as far as is known."""
+        identity = one.step, one.attempt
+        return one.sequence is not None and not any(
+            identity in these for these in (self._known, self._lost, self._unwanted)
+        )
+
+    def brought(self, copies: Sequence[Committed]) -> None:
+        """Note that a checkpoint is in the target."""
+        self.drop(copies[0].path)
+        self._known.add((copies[0].step, copies[0].attempt))
+
+    def lose(self, copies: Sequence[Committed]) -> None:
+        """Note that a checkpoint will never be in the target."""
+        self.drop(copies[0].path)
+        self._lost.add((copies[0].step, copies[0].attempt))
