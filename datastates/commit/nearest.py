@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
+from datastates._base import log
 from datastates.commit.tier import Committed, Listing, Tier
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 
@@ -32,8 +34,11 @@ class Nearest(Listing):
         """
         copies: dict[tuple[int, str], list[Committed]] = {}
         unreadable: list[Committed] = []
-        for tier in self._tiers:
-            for one in tier.checkpoints(certain=certain, known=known):
+        listed = [tier.checkpoints(certain=certain, known=known) for tier in self._tiers]
+        for tier, every in zip(self._tiers, listed, strict=True):
+            if not every and any(listed):
+                _warn_if_absent(tier.root)
+            for one in every:
                 if one.sequence is None:
                     unreadable.append(one)
                 else:
@@ -67,3 +72,10 @@ class Nearest(Listing):
     def _tier_of(self, path: Location) -> Tier:
         """The tier that a checkpoint lies in: the first one may have another path on each host."""
         return next((tier for tier in self._tiers if tier.root == path.parent), self._tiers[0])
+
+
+def _warn_if_absent(root: Location) -> None:
+    """Warn of a directory that is not there: if its disk is not mounted, the newest checkpoint may be missed."""
+    store = store_of(root)
+    if isinstance(store, Folders) and not store.exists(root):
+        log.warning("%s is not there, and counts as empty: is its disk mounted?", root)

@@ -126,6 +126,18 @@ def test_a_manifest_that_is_damaged_here_is_taken_from_the_next_place(first: Pat
         assert restored(checkpointer, fallback=True) == (2, {FAR: 800_000})
 
 
+def test_a_place_that_is_absent_is_told(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its disk may not be mounted, and the newest checkpoint may lie there."""
+    with ds.Checkpointer(first, tiers=tmp_path / "other") as checkpointer:
+        assert checkpointer.restore([from_state_dict("model", state(0))]) is None
+        assert not caplog.text
+        save(checkpointer, 1)
+        assert not caplog.text
+        (tmp_path / "other").rename(tmp_path / "moved")
+        assert restored(checkpointer) == (1, {str(first): 800_000})
+    assert f"{tmp_path / 'other'} is not there, and counts as empty" in caplog.text
+
+
 @pytest.mark.parametrize("harm", ["nothing", "missing", "data", "catalog"])
 def test_ranks_take_their_own_containers_from_their_own_places(tmp_path: Path, ranks: Any, harm: str) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
