@@ -12,17 +12,20 @@ import re
 import sys
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.cli import commands
-from datastates.config import IoSettings, RankSettings, Settings
+from datastates.config import IoSettings, RankSettings, Settings, TierSettings
 from datastates.files.settings import FileSettings
 
 DOCS = Path(__file__).parent
 IO, RANKS, FILES = set(IoSettings.model_fields), set(RankSettings.model_fields), set(FileSettings.model_fields)
-TABLES: list[tuple[type[IoSettings], set[str]]] = [
+TABLES: list[tuple[type[BaseModel], set[str]]] = [
     (Settings, IO),
     (Settings, RANKS - IO),
     (Settings, set(Settings.model_fields) - RANKS),
+    (TierSettings, set(TierSettings.model_fields)),
     (FileSettings, FILES - IO),
     (DeepSpeedSettings, set(DeepSpeedSettings.model_fields) - FILES),
 ]
@@ -46,14 +49,15 @@ def settings_page(page: str) -> str:
     return re.sub(r"(?<=\| --- \|\n)(\|.*\n)+", lambda found: rows(found[0], *next(tables)), page)
 
 
-def rows(old: str, model: type[IoSettings], names: set[str]) -> str:
+def rows(old: str, model: type[BaseModel], names: set[str]) -> str:
     """The rows of one table; raises SystemExit for a field without a last cell: who should set it, and where."""
     reasons = dict(re.findall(r"^\| `(\w+)` .* \| (.*) \|$", old, re.M))
     lines = []
     for name, field in model.model_fields.items():
         if name in names:
-            default = "8MiB" if name == "block" else field.default
-            variable = "–" if name == "on_commit" else f"`DATASTATES_{name.upper()}`"  # no text is a callable
+            default = "8MiB" if name == "block" else "–" if field.is_required() else field.default
+            has_variable = issubclass(model, IoSettings) and name != "on_commit"  # no text is a callable
+            variable = f"`DATASTATES_{name.upper()}`" if has_variable else "–"
             reason = reasons.get(name) or sys.exit(f"settings.md: say where to set {name}: | `{name}` | … |")
             lines.append(f"| `{name}` | `{default}` | {variable} | {field.description} | {reason} |\n")
     return "".join(lines)
