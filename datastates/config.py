@@ -18,7 +18,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from typing_extensions import TypedDict
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict, Unpack
 
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import SettingsError
@@ -144,8 +145,7 @@ class IoSettings(BaseModel):
                 source = f" (from {variable})" if field not in options and variable in os.environ else ""
                 names = ", ".join([*others, *cls.model_fields])
                 known = f"; settings are {names}" if e["type"] == "extra_forbidden" else ""
-                text = "unknown setting" if known else e["msg"].removeprefix("Value error, ")
-                problems.append((f"{field}{source}: " if field else "") + text + known)
+                problems.append((f"{field}{source}: " if field else "") + _text(e) + known)
             raise SettingsError("; ".join(problems)) from None
 
 
@@ -211,6 +211,14 @@ class RetentionSettings(BaseModel):
         return self
 
 
+class TierOptions(TypedDict, total=False):
+    """The fields of :class:`RetentionSettings` as keyword arguments, for type checkers."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: int | None
+
+
 class TierSettings(RetentionSettings):
     """A further tier of a :class:`~datastates.Checkpointer`: a place that its checkpoints are brought to, too."""
 
@@ -218,13 +226,32 @@ class TierSettings(RetentionSettings):
 
     path: str | os.PathLike[str] = Field(description="A directory, or an address such as ``s3://bucket/run``.")
 
+    def __init__(self, path: str | os.PathLike[str], **options: Unpack[TierOptions]) -> None:
+        """Take the path, and the fields of retention; raises SettingsError for an impossible one."""
+        try:
+            BaseModel.__init__(self, path=path, **options)
+        except ValidationError as error:
+            said = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {_text(e)}".lstrip(": ") for e in error.errors())
+            raise SettingsError(f"the tier {path!s:.80}: {said}") from None
+
 
 def _as_tiers(value: object) -> object:
     """Take a path for a tier, and one tier for several."""
     several = [value] if isinstance(value, (str, os.PathLike, Mapping, TierSettings)) else value
-    if not isinstance(several, Iterable):
-        return value
-    return tuple({"path": one} if isinstance(one, (str, os.PathLike)) else one for one in several)
+    return tuple(map(_as_tier, several)) if isinstance(several, Iterable) else value
+
+
+def _as_tier(one: object) -> object:
+    if isinstance(one, Mapping):
+        if "path" not in one:
+            raise ValueError(f"the tier {dict(one)} has no path")
+        return TierSettings(**one)
+    return TierSettings(one) if isinstance(one, (str, os.PathLike)) else one
+
+
+def _text(error: ErrorDetails) -> str:
+    """What pydantic says of one wrong field."""
+    return "unknown setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
 
 
 class Settings(RankSettings, RetentionSettings):

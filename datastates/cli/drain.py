@@ -6,9 +6,11 @@ import argparse
 
 from datastates.cli import output
 from datastates.cli.arguments import add_step, as_location
-from datastates.cli.output import print_json, progress_bar, say
+from datastates.cli.output import IN_SHELL, WrongCallError, print_json, progress_bar, say
+from datastates.commit import health
+from datastates.commit.tiers import tier_of
 from datastates.draining.by_hand import bring_each, lacking
-from datastates.storage.location import Location
+from datastates.errors import FormatError
 
 WHAT = "bring all checkpoints that another place lacks there, each byte checked; exit 1 when one is damaged"
 
@@ -23,17 +25,25 @@ def add_arguments(command: argparse.ArgumentParser, *, steps: str = "all steps")
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    return bring(lacking(arguments.source, arguments.target, arguments.step), arguments)
+    return bring(arguments)
 
 
-def bring(paths: list[Location], arguments: argparse.Namespace) -> int:
-    """Bring checkpoints to the target of the arguments, and print what has become of each; returns the exit status."""
+def bring(arguments: argparse.Namespace, *, only_newest: bool = False) -> int:
+    """Bring what the target of the arguments lacks, and print what has become of each; returns the exit status."""
+    try:
+        paths = lacking(arguments.source, arguments.target, arguments.step, only_newest=only_newest)
+    except FormatError:  # a ValueError, too
+        raise
+    except ValueError as error:
+        raise WrongCallError(str(error)) from error
     done = []
     with progress_bar("bring", quiet=arguments.json) as progress:
         for one in bring_each(paths, arguments.target, progress):
             done.append(one)
             if one.damage is not None:
                 output.complain(str(one.damage))
+                if only_newest and (advice := health.older(tier_of(one.source.parent), one.source, IN_SHELL)):
+                    output.complain(advice)
             elif not arguments.json:
                 say(f"{one.source} is in {one.path}")
     if arguments.json:

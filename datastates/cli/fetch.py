@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from datastates.cli import drain
-from datastates.draining.by_hand import lacking
 
 WHAT = "bring the newest checkpoint to another place, such as from a bucket to a disk, each byte checked"
 
@@ -17,4 +16,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    return drain.bring(lacking(arguments.source, arguments.target, arguments.step, only_newest=True), arguments)
+    return drain.bring(arguments, only_newest=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from datastates.commit import catalog, manifest
+from datastates.commit import catalog, health, manifest
 from datastates.commit.manifest import Manifest, container_name
 from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
@@ -108,7 +108,7 @@ def _copy(one: Named, file: Location, pace: Callable[[int], object]) -> None:
     (source,) = open_named([one])
 
     def wrong(key: str, what: str) -> None:
-        text = f"{key!r} in {one.path} {what}, so it is not copied to {file.parent}"
+        text = f"{key!r} in {one.path} {what}, and is not copied"
         raise CorruptError(text, key=key, path=str(one.path))
 
     def pieces() -> Iterator[memoryview]:
@@ -121,6 +121,12 @@ def _copy(one: Named, file: Location, pace: Callable[[int], object]) -> None:
             raise FormatError(f"{one.path} has bytes that its index does not describe")
 
     store_of(file).upload(file, pieces(), one.nbytes)
+
+
+def is_damage_of(path: Location, error: BaseException) -> bool:
+    """Whether an error of :func:`bring` means that the checkpoint at ``path`` is damaged, not that its target fails."""
+    is_elsewhere = isinstance(error, StorageError) and not Location(str(error.filename)).is_relative_to(path)
+    return health.is_damage(error) and not is_elsewhere
 
 
 def _from(data: bytes) -> Callable[[int, int], bytes]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from datastates.commit import health, manifest, newest
+from datastates.commit import manifest, newest
 from datastates.commit.names import step_name
 from datastates.commit.tiers import sweep_beside, tier_of
-from datastates.draining.bring import Part, bring
-from datastates.errors import DatastatesError
+from datastates.draining.bring import Part, bring, is_damage_of
+from datastates.errors import DatastatesError, FormatError
+from datastates.formats import recognise
 from datastates.storage.location import Location
 
 
@@ -41,14 +42,24 @@ def lacking(
     Raises:
         CheckpointNotFoundError: The place has none of ``step``, or none at all.
         StorageError: A place cannot be listed.
+        ValueError: ``target`` is itself a checkpoint.
     """
+    recognise.refuse_checkpoint(target)
     place = newest.given(source, is_checkpoint=manifest.look(source) is not None)
     chosen = newest.candidates(place, step)[-1 if only_newest else 0 :]
     if not chosen:
         newest.refuse_absence(source, step)
     there = {(one.step, one.attempt) for one in tier_of(target).checkpoints(certain=True)}
-    opened = ((path, manifest.open(path)) for path in reversed(chosen))
-    return [path for path, made in opened if (made.step, made.attempt) not in there]
+    opened = [(path, _opened(path)) for path in reversed(chosen)]
+    return [path for path, made in opened if made is None or (made.step, made.attempt) not in there]
+
+
+def _opened(path: Location) -> manifest.Manifest | None:
+    """The manifest of a checkpoint; None if it is damaged."""
+    try:
+        return manifest.open(path)
+    except FormatError:
+        return None
 
 
 def bring_each(paths: list[Location], target: Location, progress: Callable[[int, int], object]) -> Iterator[Brought]:
@@ -64,16 +75,16 @@ def bring_each(paths: list[Location], target: Location, progress: Callable[[int,
     """
     tier = tier_of(target)
     tier.make()
-    total = sum(manifest.open(path).nbytes for path in paths)
+    total = sum(made.nbytes for made in map(_opened, paths) if made is not None)
     part = Part(pace=lambda nbytes: progress(nbytes, total))
     for path in paths:
-        made = manifest.open(path)
-        place = target / step_name(made.step)
-        sweep_beside(place)
         try:
+            made = manifest.open(path)
+            place = target / step_name(made.step)
+            sweep_beside(place)
             found = tier.arriving(place, made.attempt, b"")
             yield Brought(path, found if isinstance(found, Location) else bring(path, found, part))
         except DatastatesError as error:
-            if not health.is_damage(error):
+            if not is_damage_of(path, error):
                 raise
             yield Brought(path, None, error)

@@ -13,19 +13,18 @@ from typing import NamedTuple
 from datastates._base import log, workers
 from datastates._base.waiting import Bell
 from datastates._base.workers import Workers
-from datastates.commit import health, manifest
+from datastates.commit import manifest
 from datastates.commit.names import step_name
 from datastates.commit.run import Run
 from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.draining.backlog import Backlog
-from datastates.draining.bring import Part, bring
+from datastates.draining.bring import Part, bring, is_damage_of
 from datastates.errors import (
     CheckpointNotFoundError,
     ClosedError,
     DatastatesError,
     FencedError,
-    StorageError,
     ThreadStartError,
     said,
 )
@@ -37,7 +36,7 @@ _PIECE = 8 << 20
 """Bytes that are sent between two looks at the snapshots in flight."""
 _AHEAD = 10.0
 """Seconds for which the first commit waits for the target's answer."""
-_ASIDE = 1.0
+_ASIDE = 0.1
 """Seconds for which a piece waits at most while a snapshot is in flight."""
 
 
@@ -306,7 +305,7 @@ class Drain:
         except CheckpointNotFoundError:
             log.info("%s was deleted before it was brought to %s", path, self.target.root)
         except DatastatesError as error:
-            if not health.is_damage(error) or not _is_of(error, path):
+            if not is_damage_of(path, error):
                 raise
             log.error("%s is not brought to %s: %s", path, self.target.root, error)
         return None
@@ -324,11 +323,6 @@ class Drain:
 
 class _DroppedError(DatastatesError):
     """Ends the copying of a checkpoint that a newer one must not wait for."""
-
-
-def _is_of(error: BaseException, path: Location) -> bool:
-    """Whether an error is about a checkpoint, and not about the place that it is brought to."""
-    return not isinstance(error, StorageError) or Location(str(error.filename)).is_relative_to(path)
 
 
 _drains: weakref.WeakSet[Drain] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from datastates.config import Settings
 from datastates.draining.drains import Drains
 from datastates.errors import SettingsError
 from datastates.ranks.world import World, meet
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location, PathLike
 
 
@@ -61,8 +62,11 @@ class Place:
             tier = tier_of(Location.of(path))
         except (TypeError, ValueError) as error:
             raise SettingsError(f"tiers: {error}") from error
-        if tier.root in [other.root for other in self._tiers]:
-            raise SettingsError(f"tiers: {tier.root} is given twice")
+        for other in self._tiers:
+            if tier.root == other.root or _is_same(tier.root, other.root):
+                raise SettingsError(f"tiers: {tier.root} is given twice")
+            if tier.root.is_relative_to(other.root) or other.root.is_relative_to(tier.root):
+                raise SettingsError(f"tiers: {tier.root} and {other.root} lie in one another")
         return tier
 
     def open(self, world: World, name: str, is_busy: Callable[[], bool]) -> None:
@@ -101,3 +105,11 @@ class Place:
         """Bring what is due to the other tiers, and give up the right to save. Can be repeated."""
         self.drains.close()
         self.opening.close()
+
+
+def _is_same(one: Location, other: Location) -> bool:
+    """Whether two paths lead to one folder, as through a link."""
+    if not (isinstance(store_of(one), Folders) and isinstance(store_of(other), Folders)):
+        return False
+    found, others = store_of(one).look(one), store_of(other).look(other)
+    return found is not None and others is not None and found.place == others.place

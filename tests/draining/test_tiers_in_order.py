@@ -275,9 +275,12 @@ def test_a_snapshot_in_flight_comes_first(first: Path, store: FarStore, monkeypa
     ("tiers", "text"),
     [
         (["nowhere://bucket/run"], "nowhere"),
-        ([{"path": "/x", "keep": 3}], "tiers"),
+        ([{"path": "/x", "keep": 3}], r"tiers: the tier /x: keep: unknown setting"),
+        ([{"path": "/x", "keep_last": 0}], r"tiers: the tier /x: keep_last: Input should be greater"),
+        ([{"keep_last": 1}], r"tiers: the tier .* has no path"),
         ([3], "tiers"),
         ([FAR, FAR], f"{FAR} is given twice"),
+        ([FAR, f"{FAR}/sub"], "lie in one another"),
     ],
 )
 def test_impossible_tiers_are_refused(first: Path, store: FarStore, tiers: Any, text: str) -> None:
@@ -285,9 +288,18 @@ def test_impossible_tiers_are_refused(first: Path, store: FarStore, tiers: Any, 
         ds.Checkpointer(first, tiers=tiers)
 
 
-def test_the_first_tier_is_no_further_one(first: Path) -> None:
-    with pytest.raises(SettingsError, match="given twice"):
-        ds.Checkpointer(first, tiers=[first])
+def test_the_first_tier_is_no_further_one(first: Path, tmp_path: Path) -> None:
+    first.mkdir()
+    (tmp_path / "link").symlink_to(first)
+    for tier in (first, tmp_path / "link"):
+        with pytest.raises(SettingsError, match="given twice"):
+            ds.Checkpointer(first, tiers=tier)
+
+
+def test_a_tier_is_checked_where_it_is_made() -> None:
+    with pytest.raises(SettingsError, match=r"the tier s3://b/r: keep_lst: unknown setting"):
+        TierSettings("s3://b/r", keep_lst=3)  # type: ignore[call-arg]
+    assert TierSettings("s3://b/r", keep_last=3) == TierSettings(path="s3://b/r", keep_last=3)
 
 
 def test_who_only_reads_brings_nothing(first: Path, store: FarStore) -> None:
