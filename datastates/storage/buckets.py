@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 from typing_extensions import Buffer, override
 
+from datastates._base.tasks import Task
+from datastates._base.workers import Workers
 from datastates.errors import DatastatesError, StorageError, UncertainError
 from datastates.storage.location import Location
 from datastates.storage.objects import Entry, Store, Traits, Writer, absent
@@ -175,8 +177,9 @@ class Buckets(Store):
     def upload(self, path: Location, pieces: Iterator[Buffer], nbytes: int) -> None:
         key = self._key("create", path)
         part = -(-max(nbytes, 1) // (_MOST_PARTS * _PIECE)) * _PIECE
+        threads = Workers("datastates-pieces", 1)
         counted = _Counted(pieces)
-        data = b"".join(counted) if nbytes <= part else counted
+        data = b"".join(counted) if nbytes <= part else _Elsewhere(counted, threads)
         try:
             with _told("write", path, decides=True):
                 _obstore().put(self._client(path), key, data, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
@@ -184,6 +187,9 @@ class Buckets(Store):
             # where the answer to the last request is lost, servers say that the upload is absent or wrong
             if error.errno == errno.EACCES or not self._is_there(path, counted):
                 raise
+        finally:
+            threads.stop()
+            threads.join()
 
     def _is_there(self, path: Location, counted: _Counted) -> bool:
         """Whether all bytes have been sent, and an object has their length: only they are ever put there."""
@@ -266,6 +272,21 @@ class _Counted:
             raise
         self.nbytes += memoryview(piece).nbytes
         return piece
+
+
+class _Elsewhere:
+    """Takes pieces on a thread of its own: on the thread that takes them for obstore, no request can be made."""
+
+    def __init__(self, pieces: Iterator[Buffer], threads: Workers) -> None:
+        self._pieces, self._threads = pieces, threads
+
+    def __iter__(self) -> _Elsewhere:
+        return self
+
+    def __next__(self) -> Buffer:
+        piece: Task[Buffer] = Task(self._pieces.__next__)
+        self._threads.put(piece)
+        return piece.result()
 
 
 class _Pieces(Writer):

@@ -189,6 +189,14 @@ class StoreTests:
             assert self.store.length(path) == sum(sizes)
             assert self.store.read_all(path) == b"".join(data)
 
+    def test_pieces_may_be_read_from_the_store(self) -> None:
+        """The pieces of an upload may be those of another object, which are read as they are taken."""
+        data = [bytes([i + 1]) * (9 << 20) for i in range(2)]
+        self.store.upload(self.root / "a", iter(data), 18 << 20)
+        pieces = (self.store.read(self.root / "a", i * (9 << 20), 9 << 20) for i in range(2))
+        self.store.upload(self.root / "b", pieces, 18 << 20)
+        assert self.store.read_all(self.root / "b") == b"".join(data)
+
     def test_an_upload_that_fails_leaves_nothing(self) -> None:
         """No object is there where the pieces end by an error."""
 
