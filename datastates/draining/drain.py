@@ -25,6 +25,7 @@ from datastates.errors import (
     ClosedError,
     DatastatesError,
     FencedError,
+    StorageError,
     ThreadStartError,
     said,
 )
@@ -87,6 +88,7 @@ class Drain:
         self._works = self._is_called = self._closing = self._asked = self._fenced = self._hurries = False
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
+        self._told: tuple[object, ...] = ()  # the kind of the last failure
         self._sent = 0
         self._now: Location | None = None  # what is being brought
         self._left: list[list[Committed]] | None = None  # on a rank that leads a host, what earlier runs have left
@@ -189,15 +191,16 @@ class Drain:
         """Bring one checkpoint; returns the seconds until the next call, None if nothing is left to do."""
         try:
             rest = self._bring_own() if self._around.rank else self._bring_next()
-            self.failure = ""
+            self.failure, self._told = "", ()
         except FencedError as error:
             log.error("nothing is brought to %s any more: %s", self.target.root, error)
             self.failure, self._fenced = said(error), True
             return None
         except _DroppedError:
             return 0.0
-        except Exception as error:  # also what a store raises against its contract
-            return self._failed(said(error) or type(error).__name__)
+        except BaseException as error:  # also what a store raises against its contract, and obstore's panics
+            is_new, self._told = _kind(error) != self._told, _kind(error)
+            return self._failed(said(error) or type(error).__name__, is_new=is_new)
         finally:
             self._asked = True
             self._bell.ring()
@@ -206,13 +209,13 @@ class Drain:
             return 0.0
         return None if rest is None else self._wait_for_ranks()
 
-    def _failed(self, text: str) -> float | None:
+    def _failed(self, text: str, *, is_new: bool = True) -> float | None:
         if self._is_last():
             log.warning(
                 "not all checkpoints are in %s: a later run or datastates drain goes on: %s", self.target.root, text
             )
             return None
-        if text != self.failure:
+        if is_new:
             log.warning("checkpoints wait to be brought to %s: %s", self.target.root, text)
         self.failure = text
         return self._next_pause()
@@ -323,6 +326,11 @@ class Drain:
 
 class _DroppedError(DatastatesError):
     """Ends the copying of a checkpoint that a newer one must not wait for."""
+
+
+def _kind(error: BaseException) -> tuple[object, ...]:
+    """What failures have in common that need to be told once, whatever the names in them."""
+    return type(error), *((error.errno, error.operation) if isinstance(error, StorageError) else ())
 
 
 _drains: weakref.WeakSet[Drain] = weakref.WeakSet()
