@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from datastates.commit import manifest, names, trial
 from datastates.commit.manifest import Manifest
-from datastates.commit.names import LOCK, partial, revisions
+from datastates.commit.names import LOCK, UNFINISHED, partial, revisions
 from datastates.commit.tier import Uncommitted
-from datastates.errors import StorageError
+from datastates.errors import CheckpointNotFoundError, CommitError, FormatError, StorageError
 from datastates.storage import Location, Lock, folders_of
 
 _SHOWN = 3
@@ -75,8 +75,7 @@ class Pending(Uncommitted):
         except StorageError as error:
             if error.errno != errno.EEXIST or not self.shared:
                 raise
-            store.remove(path)  # of an earlier try of the same attempt
-            store.create(path, data)
+            store.upload(path, iter([data]), len(data))  # in one step: another process may commit the same attempt
         return path
 
     @override
@@ -133,6 +132,7 @@ class Pending(Uncommitted):
         path = self._take_name(ready)
         try:
             self._refuse_lost(path, others)
+            self._remove_unfinished(path)
             # not earlier: a partial directory without the lock file counts as abandoned
             store.remove(path / LOCK, missing_ok=True, operation="unlock")  # s3fs no longer finds it after the rename
             store.sync_folder(path.parent)
@@ -152,14 +152,30 @@ class Pending(Uncommitted):
             text = f"rename {path}: the renamed folder lacks {names}: its file system loses what it was told to sync. "
             raise StorageError(errno.EIO, "rename", str(path), f"{text}Save to another one")
 
+    def _remove_unfinished(self, path: Location) -> None:
+        """Remove what processes were writing that copy the same attempt: they find it committed, or are dead."""
+        store = folders_of(path)
+        for name in store.names(path) if self.shared else ():
+            if UNFINISHED.match(name):
+                store.remove(path / name, missing_ok=True)
+
     def _free_name(self, ready: Callable[[], None]) -> Location:
         path = self.target
         if self._mark is not None:
             names = folders_of(path).names(path.parent)
-            taken = [int(m[1] or 0) for m in map(revisions(path.name).match, names) if m]
+            found = [m for m in map(revisions(path.name).match, names) if m]
+            for m in found:
+                self._refuse_again(path.with_name(m[0]))
+            taken = [int(m[1] or 0) for m in found]
             path = path.with_name(f"{path.name}.r{1 + max(taken)}") if taken else path
         ready()
         return path
+
+    def _refuse_again(self, path: Location) -> None:
+        """Raise CommitError if a checkpoint is of this attempt: it was committed before this began."""
+        with contextlib.suppress(CheckpointNotFoundError, FormatError):
+            if self.shared and manifest.open(path).attempt == self.attempt:
+                raise CommitError(f"{path} is this attempt already: another process has committed it")
 
     def _take_name(self, ready: Callable[[], None]) -> Location:
         path = self._free_name(ready)

@@ -16,10 +16,11 @@ from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
 from datastates.container import every_byte
 from datastates.container.file import Named, read_index
-from datastates.errors import CorruptError, FormatError, StorageError
+from datastates.errors import CommitError, CorruptError, FencedError, FormatError, StorageError
 from datastates.reading.every_container import named_in, open_named
 from datastates.storage import store_of
 from datastates.storage.location import Location
+from datastates.storage.objects import ABSENT
 
 
 class Part(NamedTuple):
@@ -53,15 +54,27 @@ def bring(path: Location, found: Uncommitted, part: Part) -> Location | None:
         CommitError: Another process has given its attempt up there. A later try takes another name.
     """
     with tier_of(path.parent).protect(path):
+        made = manifest.open(path)
         try:
             found.begin()
-            brought = _bring(path, manifest.open(path), found, part)
-        except BaseException:
+            brought = _bring(path, made, found, part)
+        except BaseException as error:
             found.leave()  # what is there already need not be sent again
             found.abandon()
-            raise
+            # another process may have brought it meanwhile: a directory then has another name
+            there = tier_of(found.target.parent).of_attempt(found.target, made.attempt) if _may_be(error) else None
+            if there is None:
+                raise
+            return there
         found.close()
         return brought
+
+
+def _may_be(error: BaseException) -> bool:
+    """Whether an error may mean that another process has committed the attempt: it may have taken files along."""
+    if isinstance(error, StorageError):
+        return error.errno in (0, *ABSENT)
+    return isinstance(error, CommitError) and not isinstance(error, FencedError)
 
 
 def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Location | None:

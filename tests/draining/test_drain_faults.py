@@ -149,7 +149,8 @@ def test_a_large_container_is_never_held_whole(tmp_path: Path, store: FarStore, 
     with ds.Checkpointer(first.face, host_cache="256MiB") as checkpointer:  # the store holds all pieces
         save(checkpointer, 1, 64 << 20)
     (one,) = tier_of(first).checkpoints()
-    found = tier_of(Location("slow://bucket/run")).arriving(Location("slow://bucket/run/step-00000001"), one.attempt, b"")
+    target = Location("slow://bucket/run/step-00000001")
+    found = tier_of(target.parent).arriving(target, one.attempt, b"")
     piece = store_of(first).traits.best_piece
     beside = 2 if source == "disk" else 8 + 2
     tracemalloc.start()
