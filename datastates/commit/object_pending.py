@@ -49,22 +49,26 @@ class ObjectPending(Uncommitted):
         target: Location,
         attempt: str | None = None,
         mark: bytes | None = None,
-        directory: Location | None = None,
+        arriving: tuple[Location, float] | None = None,
     ) -> None:
         """Choose the names; nothing is made yet. Arguments as for :meth:`Tier.pending`.
 
-        Without a ``mark``, ``target`` is the user's own name, and the checkpoint gets no other. ``directory``: begins
-        the names of the files in place of what follows from the other arguments.
+        Without a ``mark``, ``target`` is the user's own name, and the checkpoint gets no other. ``arriving``: what
+        begins the names of the files in place of what follows from the other arguments, and a time by :func:`now`
+        before its key was read. There may have been a fence before.
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
         own = target if mark is None else target.with_name(f"{target.name}.{self.attempt}")
-        self.directory = directory or own
+        self._looked: float | None = None
+        self.directory = own
+        if arriving is not None:
+            self.directory, self._looked = arriving
         self._place = place
         self._is_given = mark is None
         self._is_alone = attempt is None or mark is None  # so that nobody else commits this attempt
         self._files: list[Location] = []
-        self._begun = _now()
+        self._begun = self._looked or now()
 
     @override
     def path(self, name: str) -> Location:
@@ -92,7 +96,7 @@ class ObjectPending(Uncommitted):
 
     @override
     def begin(self) -> ObjectPending:
-        self._begun = _now()
+        self._begun = self._looked or now()
         self._place.begun(self)
         return self
 
@@ -147,7 +151,7 @@ class ObjectPending(Uncommitted):
         return found, f"{key} is another attempt's"
 
     def _is_in_time(self) -> bool:
-        return _now() - self._begun < self._place.patience.attempt
+        return now() - self._begun < self._place.patience.attempt
 
     @override
     def leave(self) -> None:
@@ -171,7 +175,7 @@ class ObjectPending(Uncommitted):
         self._place.ended(self)
 
 
-def _now() -> float:
+def now() -> float:
     """Seconds on a clock that counts a machine's sleep, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from datastates._base import log
 from datastates._base.tasks import each
-from datastates.commit import manifest, object_opening
+from datastates.commit import manifest, object_opening, object_pending
 from datastates.commit.decision import DENIED, Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
 from datastates.commit.names import BESIDE, OF_ATTEMPT, PASSING, STEP
@@ -169,7 +169,7 @@ class ObjectTier(Tier):
     @override
     def arriving(self, target: Location, attempt: str, mark: bytes) -> Uncommitted | Location:
         """As :meth:`Tier.arriving`. A key that is decided stays so: behind a fence or a mark, other names are taken."""
-        names = self.names()
+        before, names = object_pending.now(), self.names()
         for number in itertools.count():
             other = hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
             path = target.with_name(f"{target.name}.{other if number else attempt}")
@@ -182,7 +182,7 @@ class ObjectTier(Tier):
                 continue
             except CheckpointNotFoundError:
                 pass
-            return ObjectPending(self, target, attempt, mark, path)
+            return ObjectPending(self, target, attempt, mark, (path, before))
         raise AssertionError("names do not end")
 
     # --- reading

@@ -124,8 +124,8 @@ def test_beside_a_manifest_that_cannot_be_read_nothing_is_removed(tier: ObjectTi
 
 def test_an_old_attempt_is_not_committed(tier: ObjectTier, store: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = write(tier)
-    begin = object_pending._now()
-    monkeypatch.setattr(object_pending, "_now", lambda: begin + 13 * 3600)
+    begin = object_pending.now()
+    monkeypatch.setattr(object_pending, "now", lambda: begin + 13 * 3600)
     with pytest.raises(CommitError, match="12 hours"):
         begun.commit(made(tier, begun))
     begun.abandon()

@@ -129,7 +129,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
     register("mem", store)
     monkeypatch.setattr(decision, "time", clock)
-    monkeypatch.setattr(object_pending, "_now", store.clock)
+    monkeypatch.setattr(object_pending, "now", store.clock)
     monkeypatch.setattr(object_tier, "_facts", object_tier._facts.__wrapped__)
     monkeypatch.setattr(object_tier, "each", lambda call, of, most: [call(one) for one in of])
     monkeypatch.setattr(object_tier, "log", SimpleNamespace(warning=lambda *words: None))
@@ -333,3 +333,96 @@ def test_each_rule_is_needed(rule: str, script: Script, monkeypatch: pytest.Monk
     actors = Actors(script, words.get("tier", ObjectTier), words.get("pending", ObjectPending))
     states = gone_through(script, actors, names, **options, overwrites="overwrites" in words)
     assert any(promise in breaks for breaks in states)
+
+
+# --- a checkpoint of another tier, which a run and a process by hand bring
+
+TWICE = "one checkpoint is listed twice"
+
+
+class Drains(Actors):
+    """Those who bring one checkpoint of another tier to the place, beside others."""
+
+    def drain(self) -> None:
+        tier = self._tier(ROOT, PATIENCE)
+        for _ in range(2):
+            try:
+                found = tier.arriving(TARGET, ATTEMPT, b"")
+                if not isinstance(found, Location):
+                    self.store.replace(found.begin().named(container_name(0)), b"state")
+                    found.commit(made(1))
+            except (CommitError, StorageError):  # a later try goes on
+                continue
+            self.store.say("committed")
+            return
+
+    by_hand = drain
+
+    def remover(self) -> None:
+        tier = self._tier(ROOT, PATIENCE)
+        for one in tier.checkpoints():
+            tier.remove(one.path)
+
+
+def broken_by_drains(state: State) -> set[str]:
+    """The promises that a state breaks, under whatever name the checkpoint lies."""
+    there = {name: data for name, data, _ in state.objects}
+    keys = [name for name, data in there.items() if name.endswith("/manifest.json") and data != FENCE]
+    listed = [path for path in (key.rpartition("/")[0] for key in keys) if f"{path}.ended" not in there]
+    words = {word for _, word in state.said}
+    breaks = {
+        LACKS: any(f"{path}/{container_name(0, ATTEMPT)}" not in there for path in listed),
+        GONE: "committed" in words and not listed and ".ended" not in words,
+        TWICE: len(listed) > 1,
+    }
+    return {promise for promise, is_broken in breaks.items() if is_broken}
+
+
+DRAINS = {
+    "two drains": ("drain by_hand", {"faults": 2}),
+    "two drains and a sweeper": ("drain by_hand sweeper", {"faults": 1, "passes": (2 * DAY,)}),
+    "a drain and sweeps over weeks": ("drain two_sweeps", {"faults": 2, "passes": (2 * DAY, 8 * DAY)}),
+    "two drains and a deleter": ("drain by_hand remover", {"faults": 1}),
+}
+
+
+def drained(script: Script, scene: str, tier: type[ObjectTier] = ObjectTier, **more: Any) -> Iterator[set[str]]:
+    names, options = DRAINS[scene]
+    drains = Drains(script, tier)
+    actors = {name: getattr(drains, name) for name in names.split()}
+    is_key = lambda name: name.endswith("/manifest.json")  # noqa: E731
+    every = Interleavings(script, actors, decides=is_key, marks=".ended", **options, **more)
+    return map(broken_by_drains, every.states())
+
+
+@pytest.mark.parametrize("scene", [s if s == "two drains" else pytest.param(s, marks=pytest.mark.long) for s in DRAINS])
+def test_the_promises_of_drains_hold(scene: str, script: Script) -> None:
+    count = Counter(frozenset(breaks) for breaks in drained(script, scene))
+    assert [*count] == [frozenset()]
+
+
+class LooksBeforeItsTime(ObjectTier):
+    """Counts the time of an attempt from its begin, not from before the look at its key."""
+
+    def arriving(self, target: Location, attempt: str, mark: bytes) -> Any:
+        found = super().arriving(target, attempt, mark)
+        if isinstance(found, ObjectPending):
+            found._looked = None
+        return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("scene", "words"),
+    [
+        ("a drain and sweeps over weeks", {"tier": LooksBeforeItsTime}),
+        ("a drain and sweeps over weeks", {"change": lambda patch: patch.setattr(object_tier, "KEPT", -1)}),
+        ("two drains and a sweeper", {"change": without_fences(object_tier)}),
+    ],
+    ids=["the time counts from before the look", "a fence stays for a week", "a sweep makes a fence"],
+)
+def test_each_rule_of_drains_is_needed(
+    scene: str, words: dict[str, Any], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words.get("change", lambda patch: None)(monkeypatch)
+    assert any(LACKS in breaks for breaks in drained(script, scene, words.get("tier", ObjectTier)))
