@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,27 @@ def test_the_next_run_brings_what_a_killed_one_has_left(end: str, kind: str, tmp
         assert equal(ds.load(first)["model"], state(1))
         ranks(1, SCRIPT, first, target, "", 2, alone=True, **variables)
         check(target, 1, 2)
+
+
+@pytest.mark.parametrize("target", PLACES, indirect=True)
+def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, target: Location) -> None:
+    """A user's ``rm`` minds no lock: what is copied comes whole or not at all, and training goes on."""
+    with ds.Checkpointer(first, tiers=target.face) as checkpointer:
+        (one,) = checkpointer._place.drains._every
+        busy, gone = one._around.is_busy, []
+
+        def delete() -> bool:
+            if not gone:
+                gone.append(1)
+                shutil.rmtree(first / "step-00000001")
+            return busy()
+
+        one._around = one._around._replace(is_busy=delete)
+        save(checkpointer, 1)
+        checkpointer.wait_drained(50)
+        assert gone
+        save(checkpointer, 2)
+        checkpointer.wait_drained(50)
+        there = sorted(one.step for one in tier_of(target).checkpoints(certain=True))
+        assert there in ([1, 2], [2])
+    check(target, *there, kept=False)
