@@ -78,7 +78,7 @@ def test_ranks_that_sigterm_reaches_at_different_steps_take_one_last_snapshot(
     def one(rank: int) -> list[int]:
         world = api.open_world(Settings.of({}), Location("run"))
         last, found = LastSnapshot(1000, lambda: needed if rank == 2 else 1.0, world, "last"), []
-        held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
+        held = threading.Thread(target=last.hold, args=[lambda end: None], daemon=True)
         step = 0
         while held.ident is None or held.is_alive():
             step += 1
@@ -104,7 +104,7 @@ def test_a_rank_that_sigterm_does_not_reach_keeps_nobody(threads: Any) -> None:
         if rank == 0:
             return []
         found = [last.is_due(1)]
-        last.hold(lambda: found.append(True))
+        last.hold(lambda end: found.append(True))
         return [*found, last.is_due(2)]
 
     assert threads(2, one)[1] == [False, True, False]
@@ -120,7 +120,7 @@ def test_a_rank_that_sigterm_reaches_after_another_gave_up_takes_no_last_snapsho
         world = api.open_world(Settings.of({}), Location("run"))
         last = LastSnapshot(1000, lambda: 1.0, world, "last", wall=lambda: apart * rank)
         assert not last.is_due(1)
-        held = threading.Thread(target=last.hold, args=[lambda: None], daemon=True)
+        held = threading.Thread(target=last.hold, args=[lambda end: None], daemon=True)
         held.start()
         while last._end is None and held.is_alive():
             pass
