@@ -18,7 +18,10 @@ class Nearest(Listing):
 
     Attributes:
         root: The place of the nearest tier.
+        highest: The highest sequence number that was listed; 0 before that.
     """
+
+    highest = 0
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         """Remember the tiers, the nearest one first."""
@@ -46,7 +49,8 @@ class Nearest(Listing):
         for some in copies.values():  # what only other hosts have comes last
             some.sort(key=lambda one: not self._tier_of(one.path).lies_here(one.path))
         self._copies = {some[0].path: [one.path for one in some] for some in copies.values()}
-        newest = (some[0]._replace(sequence=max(one.sequence or 0 for one in some)) for some in copies.values())
+        newest = [some[0]._replace(sequence=max(one.sequence or 0 for one in some)) for some in copies.values()]
+        self.highest = max([self.highest, *(one.sequence or 0 for one in newest)])
         return sorted([*newest, *unreadable], key=lambda one: one.path)
 
     @override

@@ -54,7 +54,8 @@ class Place:
             raise SettingsError(f"per_host: {root} is a place in a store, which all hosts share")
         for one in settings.tiers:
             self._tiers.append(self._further(one.path))
-        self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
+        self._nearest = Nearest(self._tiers)
+        self.listing: Listing = self._nearest if settings.tiers else self._tiers[0]
         self._tiers[0].make()
 
     def _further(self, path: PathLike) -> Tier:
@@ -95,7 +96,7 @@ class Place:
             self.opening,
             keep,
             is_coordinator=world.rank == first.leader,
-            above=lambda: max(self.drains.newest(), highest),
+            above=lambda: max(self.drains.newest(), self._nearest.highest, highest),
             stay=(lambda every: self.drains.stay(every)) if further else None,
             committed=lambda path, identity: self.drains.add(path, identity),
         )

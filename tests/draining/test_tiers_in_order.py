@@ -167,6 +167,24 @@ def test_a_fresh_disk_goes_on_above_what_the_store_has(
         assert checkpointer.latest() == 0
 
 
+def test_what_was_restored_from_afar_is_older_than_what_follows(first: Path, tmp_path: Path, store: FarStore) -> None:
+    """Also where the store fails from then on, and the run ends before it has got anything."""
+    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        assert checkpointer.restore([from_state_dict("model", state(0))]) is not None
+        store.dead = True
+        save(checkpointer, 4)
+    assert steps_in(first) == [4]
+    store.dead = False
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        restored = checkpointer.restore([from_state_dict("model", live := state(0))])
+        assert restored is not None
+        assert restored.step == 4
+        assert equal(live, state(4))
+
+
 def test_each_tier_has_its_own_retention(first: Path, tmp_path: Path, store: FarStore) -> None:
     tiers = [{"path": tmp_path / "second", "keep_last": 3}, TierSettings(path=FAR, keep_last=1, keep_every=2)]
     with ds.Checkpointer(first, tiers=tiers, keep_last=2) as checkpointer:
