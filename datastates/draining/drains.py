@@ -29,6 +29,7 @@ class Drains:
         *,
         is_busy: Callable[[], bool],
         delete: Callable[[], None],
+        restored: Callable[[], Location | None],
     ) -> None:
         """Prepare; nothing is read or written yet.
 
@@ -38,8 +39,9 @@ class Drains:
             world: The ranks.
             is_busy: Whether a snapshot is in flight.
             delete: Deletes the checkpoints of the first tier that are not kept.
+            restored: Returns the checkpoint that stays after a roll-back; it may lie in any tier.
         """
-        self._delete = delete
+        self._delete, self._restored = delete, restored
         self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
         self._own: dict[Location, Identity] = {}  # of this run
@@ -82,7 +84,8 @@ class Drains:
         return self._stay_in(0, newest_first)[: _IN_MEMORY if self._in_memory else None]
 
     def _stay_in(self, number: int, every: Sequence[Committed]) -> list[Location]:
-        return [one.path for one in every if self._must_stay(one, self._every[number:])]
+        rolled_back = self._restored() if number else None  # the first tier's run keeps its own
+        return [one.path for one in every if one.path == rolled_back or self._must_stay(one, self._every[number:])]
 
     def _must_stay(self, one: Committed, later: Sequence[Drain]) -> bool:
         for drain in later:

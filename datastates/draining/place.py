@@ -100,7 +100,14 @@ class Place:
             stay=(lambda every: self.drains.stay(every)) if further else None,
             committed=lambda path, identity: self.drains.add(path, identity),
         )
-        self.drains = Drains(self._tiers, further, world, is_busy=is_busy, delete=self.run.delete)
+        self.drains = Drains(
+            self._tiers,
+            further,
+            world,
+            is_busy=is_busy,
+            delete=self.run.delete,
+            restored=lambda: self.run.restored,
+        )
 
     def close(self) -> None:
         """Bring what is due to the other tiers, and give up the right to save. Can be repeated."""

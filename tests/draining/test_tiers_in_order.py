@@ -13,6 +13,7 @@ from far_store import FarStore, Held
 
 import datastates as ds
 from datastates._base.waiting import Bell
+from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
 from datastates.config import TierSettings
 from datastates.draining import drain
@@ -183,6 +184,30 @@ def test_what_was_restored_from_afar_is_older_than_what_follows(first: Path, tmp
         assert restored is not None
         assert restored.step == 4
         assert equal(live, state(4))
+
+
+def test_what_was_restored_stays_in_every_place_until_the_next_commit(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ds.Checkpointer(FAR) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+    with ds.Checkpointer(first, tiers=[TierSettings(FAR, keep_last=1)]) as checkpointer:
+        restored = checkpointer.restore([from_state_dict("model", state(0))], step=1)
+        assert restored is not None
+        with monkeypatch.context() as failing:
+            failing.setattr(Order, "sequence", _fail)
+            with pytest.raises(OSError, match="no number"):
+                save(checkpointer, 2)
+        checkpointer.wait_drained()
+        assert steps_in(FAR) == [1, 3]
+        save(checkpointer, 2)
+        checkpointer.wait_drained()
+        assert steps_in(FAR) == [2]
+
+
+def _fail(*words: Any) -> None:
+    raise OSError("no number")
 
 
 def test_each_tier_has_its_own_retention(first: Path, tmp_path: Path, store: FarStore) -> None:
