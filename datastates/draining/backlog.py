@@ -61,10 +61,14 @@ class Backlog:
         if self.newest is None:
             self.newest = max((one.sequence or 0 for one in there), default=0)
         found: dict[Identity, list[Committed]] = {}
+        gone = set(self._own)  # taken before the lists: what is committed meanwhile may be in none
         for tier in self._before:
             for one in tier.checkpoints(known=True):
+                gone.discard(one.path)
                 if one.sequence is not None and (one.step, one.attempt) not in self._known | self._lost:
                     found.setdefault((one.step, one.attempt), []).append(one)
+        for path in gone:
+            self.drop(path)
         arriving = [copies[0]._replace(sequence=self.number(copies[0])) for copies in found.values()]
         outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
         self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)

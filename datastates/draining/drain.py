@@ -65,8 +65,8 @@ class Drain:
     """Brings checkpoints into one tier from the tiers before it. Thread-safe.
 
     Each rank copies its own container of each checkpoint of the run. Rank 0 commits, once all containers are there. It
-    also finds what earlier runs have left to do, by the lists of the tiers, and does it alone. A target that fails
-    costs the run nothing: it is asked again.
+    also does what earlier runs have left to do; with ``per_host``, one rank of each host copies what is there. A target
+    that fails costs the run nothing: it is asked again.
     """
 
     def __init__(self, before: Sequence[Tier], target: Tier, keep: Keep, around: Around) -> None:
@@ -143,9 +143,14 @@ class Drain:
         return is_done
 
     def hurry(self) -> None:
-        """Bring nothing but the newest checkpoint of this run from now on, and give up at the first failure."""
+        """Bring nothing but the newest checkpoint of this run until :meth:`go_on`, and give up at the first failure."""
         self._hurries = True
         self._bell.ring()
+
+    def go_on(self) -> None:
+        """Bring all that is due again, as the process lives on."""
+        self._hurries = False
+        self._call()
 
     def close(self) -> None:
         """Bring what is due, and end. What fails now is left to a later run. Can be repeated."""

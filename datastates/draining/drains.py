@@ -112,7 +112,7 @@ class Drains:
         return "; ".join(f"{one.target.root}{': ' * bool(one.failure)}{one.failure}" for one in left)
 
     def hurry(self, end: float | None) -> None:
-        """Bring the newest checkpoint of this run only, and drop all else. Waits for that.
+        """Bring the newest checkpoint of this run only. Waits for that; what was dropped goes on later.
 
         ``end``: when to give up, in seconds on the monotonic clock. None: at the first failure.
         """
@@ -120,6 +120,8 @@ class Drains:
             drain.hurry()
         with contextlib.suppress(FencedError):
             self.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for drain in self._every:
+            drain.go_on()
 
     def close(self) -> None:
         """Bring what is due, and end; see :meth:`Drain.close`."""

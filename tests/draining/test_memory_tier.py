@@ -86,6 +86,7 @@ def test_memory_holds_the_newest_and_few_that_are_due(memory: Path, store: FarSt
         held.go.set()
         checkpointer.wait_drained()
         assert steps_in(memory) == [6]
+        assert not checkpointer._place.drains._every[0].backlog._own  # nor does it remember what has gone
     assert sorted(one.step for one in tier_of(Location("far://bucket/run")).checkpoints()) == [1, 5, 6]
 
 
