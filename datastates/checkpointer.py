@@ -338,11 +338,12 @@ class Checkpointer:
         On other ranks than 0, wait until this rank has sent its part.
 
         Raises:
-            SnapshotTimeoutError: ``timeout`` seconds passed first; the message says why the last try has failed.
+            SnapshotTimeoutError: ``timeout`` seconds passed first, or :meth:`close` has given up. The message says why
+                the last try has failed.
             FencedError: A newer run has begun to save in one of the tiers.
         """
         if rest := self._place.drains.wait(timeout):
-            raise SnapshotTimeoutError(f"not all checkpoints were brought within {timeout} s to {rest}")
+            raise SnapshotTimeoutError(f"not all checkpoints were brought to {rest}")
 
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.

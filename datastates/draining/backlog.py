@@ -48,6 +48,12 @@ class Backlog:
         """Forget a checkpoint of this run."""
         self._own.pop(path, None)
 
+    def drop_outdated(self) -> None:
+        """Forget what the target will not keep, as far as that follows from the checkpoints of this run."""
+        own = [one for one in self._before[0].checkpoints(known=True) if one.path in self._own]
+        for one in retention.outdated_of(own, self._keep, lambda one: True):
+            self.drop(one.path)
+
     # --- what the tiers have
 
     def due(self) -> list[list[Committed]]:

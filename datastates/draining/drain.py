@@ -132,15 +132,15 @@ class Drain:
             self._run.delete()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is due; False if something is after ``timeout`` seconds.
+        """Wait until nothing is due; False if something is after ``timeout`` seconds, or was given up.
 
         Raises:
             FencedError: A newer run has begun to save in the target.
         """
-        is_done = self._bell.wait_for(lambda: not self._works, timeout)
+        has_ended = self._bell.wait_for(lambda: not self._works, timeout)
         if self._fenced:
             raise FencedError(self.failure)
-        return is_done
+        return has_ended and not self.failure
 
     def hurry(self) -> None:
         """Bring nothing but the newest checkpoint of this run until :meth:`go_on`, and give up at the first failure."""
@@ -172,22 +172,26 @@ class Drain:
             if begins:
                 self._threads.do(self._work)
         except (ThreadStartError, ClosedError) as error:  # the checkpoint is committed all the same
-            self._works = False
+            self._works, self.failure = False, said(error)
             log.warning("checkpoints wait to be brought to %s: %s", self.target.root, error)
         self._bell.ring()
 
     def _work(self) -> None:
-        while True:
-            self._is_called = False
-            pause = self._round()
-            was_last = self._is_last()
-            with self._lock:
-                if pause is None and not self._is_called:
-                    self._works = False
-                    break
-            if pause:
-                self._bell.wait_for(lambda: self._is_called or self._is_last() != was_last, pause)  # noqa: B023
+        while self._goes_on():
+            pass
         self._bell.ring()
+
+    def _goes_on(self) -> bool:
+        """Bring one checkpoint, and wait until the next try; False if nothing is left to do."""
+        self._is_called, was_last = False, self._is_last()
+        pause = self._round()
+        with self._lock:
+            if pause is None and not self._is_called:
+                self._works = False
+                return False
+        if pause:
+            self._bell.wait_for(lambda: self._is_called or self._is_last() != was_last, pause)
+        return True
 
     def _is_last(self) -> bool:
         return self._closing or self._hurries or workers.is_ending()
@@ -215,6 +219,7 @@ class Drain:
         return None if rest is None else self._wait_for_ranks()
 
     def _failed(self, text: str, *, is_new: bool = True) -> float | None:
+        self.failure = text
         if self._is_last():
             log.warning(
                 "not all checkpoints are in %s: a later run or datastates drain goes on: %s", self.target.root, text
@@ -222,7 +227,6 @@ class Drain:
             return None
         if is_new:
             log.warning("checkpoints wait to be brought to %s: %s", self.target.root, text)
-        self.failure = text
         return self._next_pause()
 
     def _wait_for_ranks(self) -> float | None:
@@ -238,6 +242,7 @@ class Drain:
 
     def _bring_own(self) -> bool | None:
         """On another rank than 0: copy one container. True: there may be more; None: nothing is left."""
+        self.backlog.drop_outdated()
         path = self._now = self.backlog.own_newest()
         if path is None:
             return self._bring_left()

@@ -14,6 +14,8 @@ from datastates.errors import FencedError
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
+_UNTOLD = 30.0
+"""Seconds for the newest checkpoint after SIGTERM, where nobody said how long the process has."""
 _IN_MEMORY = 2
 """Checkpoints that stay in memory until a later tier has them."""
 
@@ -114,12 +116,12 @@ class Drains:
     def hurry(self, end: float | None) -> None:
         """Bring the newest checkpoint of this run only. Waits for that; what was dropped goes on later.
 
-        ``end``: when to give up, in seconds on the monotonic clock. None: at the first failure.
+        ``end``: when to give up, in seconds on the monotonic clock. None: that is not known.
         """
         for drain in self._every:
             drain.hurry()
         with contextlib.suppress(FencedError):
-            self.wait(None if end is None else max(0.0, end - time.monotonic()))
+            self.wait(_UNTOLD if end is None else max(0.0, end - time.monotonic()))
         for drain in self._every:
             drain.go_on()
 

@@ -15,8 +15,9 @@ import datastates as ds
 from datastates._base.waiting import Bell
 from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
-from datastates.config import TierSettings
-from datastates.draining import drain
+from datastates.config import Keep, TierSettings
+from datastates.draining import drain, drains
+from datastates.draining.backlog import Backlog
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
@@ -110,16 +111,21 @@ def test_the_newest_goes_first(first: Path, store: FarStore) -> None:
     assert [attempts[name.split(".")[1]] for name in made] == [1, 3, 2]
 
 
-def test_what_was_sent_is_not_sent_again(first: Path, store: FarStore) -> None:
+def send_all_but_the_manifest(first: Path, store: FarStore) -> None:
+    """The store dies as the checkpoint of step 1 is to be committed there, and comes back."""
+
     def fail(request: str, path: Location) -> None:
-        if request == "create" and path.name == "manifest.json":
-            store.dead = True
+        store.dead = request == "create" and path.name == "manifest.json"
 
     store.before = fail
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
         save(checkpointer, 1)
     assert len(store.requests("upload")) == 1
     store.dead, store.before = False, lambda request, path: None
+
+
+def test_what_was_sent_is_not_sent_again(first: Path, store: FarStore) -> None:
+    send_all_but_the_manifest(first, store)
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
         save(checkpointer, 2)
     assert steps_in(FAR) == [1, 2]
@@ -128,15 +134,7 @@ def test_what_was_sent_is_not_sent_again(first: Path, store: FarStore) -> None:
 
 def test_a_fenced_attempt_takes_another_name(first: Path, store: FarStore) -> None:
     """A clean-up that came a day later has decided against it: what was sent is gone, and is sent again."""
-
-    def fail(request: str, path: Location) -> None:
-        if request == "create" and path.name == "manifest.json":
-            store.dead = True
-
-    store.before = fail
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        save(checkpointer, 1)
-    store.dead, store.before = False, lambda request, path: None
+    send_all_but_the_manifest(first, store)
     store.age(2 * 86_400)
     tier_of(Location(FAR)).sweep()
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
@@ -427,3 +425,60 @@ def test_a_silent_store_holds_only_the_first_commit_up(
         assert len(waits) == 1
         held.go.set()
     assert steps_in(FAR) == [1, 2, 3]
+
+
+def test_what_was_given_up_is_told(first: Path, store: FarStore) -> None:
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+    with pytest.raises(SnapshotTimeoutError, match=r"brought to far://bucket/run: .*the server does not answer"):
+        checkpointer.wait_drained()
+
+
+def test_close_does_not_sleep_where_the_last_try_has_just_failed(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be called while a try is under way."""
+    monkeypatch.setattr(drain, "_SHORTEST", 3600.0)
+    monkeypatch.setattr(drain, "_LONGEST", 3600.0)
+    checkpointer = ds.Checkpointer(first, tiers=FAR)
+    (one,) = checkpointer._place.drains._every
+    fail = one._failed
+
+    def failed(text: str, *, is_new: bool = True) -> float | None:
+        pause = fail(text, is_new=is_new)
+        one._closing = first.exists() and bool(steps_in(first))  # not before it has decided to try again
+        return pause
+
+    monkeypatch.setattr(one, "_failed", failed)
+    monkeypatch.setattr(drain, "_AHEAD", 0.01)
+    store.dead = True
+    save(checkpointer, 1)
+    checkpointer.close()
+    assert steps_in(first) == [1]
+
+
+def test_after_sigterm_a_silent_store_is_not_waited_for_without_end(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drains, "_UNTOLD", 0.01)
+    monkeypatch.setattr(drain, "_AHEAD", 0.01)
+    store.before = held = Held("list")
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+        assert held.reached.wait(60)
+        checkpointer._finish(None)
+        held.go.set()
+    assert steps_in(FAR) == [1]
+
+
+def test_a_rank_does_not_send_what_the_target_will_not_keep(first: Path, tmp_path: Path) -> None:
+    """It knows nothing of the target, but the checkpoints of its own run."""
+    with ds.Checkpointer(first) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+    backlog = Backlog([tier_of(Location(first))], tier_of(Location(tmp_path / "far")), Keep(last=1, every=2))
+    for step in (1, 2, 3):
+        backlog.add(Location(first / f"step-{step:08d}"))
+    backlog.drop_outdated()
+    assert [path.name for path in backlog._own] == ["step-00000002", "step-00000003"]
