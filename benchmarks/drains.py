@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,9 @@ from obstore.store import from_url
 
 import datastates as ds
 from buckets import _server
+from datastates.draining.by_hand import bring_each
 from datastates.providers import from_state_dict
+from datastates.storage import Location
 from measure import Plan, Result, Sample, interleave, stopwatch
 from peers.bucket_peers import BUCKET
 from states import llm_like, nbytes
@@ -44,54 +46,31 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     """Measure a drain, and the bare upload of the same bytes from memory; each alone, and beside a loop."""
     state = llm_like(tiny=tiny)
     settings = {
-        "datastates": "Checkpointer(tiers=): read from the page cache, every byte compared, sent from memory",
+        "datastates": "as datastates drain: read from the page cache, every byte compared, sent from memory",
         "raw": f"obstore.put of {_PIECE >> 20} MiB parts, 12 at once, from memory; nothing is read or compared",
     }
     result = Result(parameters={"bytes": nbytes(state)}, settings=settings)
-    loop = _Loop()
+    with ds.Checkpointer(directory / "first") as checkpointer:
+        checkpointer.snapshot([from_state_dict("state", state)], step=0)
+    path = Location(directory / "first" / "step-00000000")
+    data = np.fromfile(path / "rank-00000.pt", np.uint8)
+    targets = (Location(f"{BUCKET}/run-{number}") for number in itertools.count())
     (directory / "server").mkdir()
-    with ExitStack() as at_end:
-        at_end.enter_context(_server(directory / "server"))
-        store = from_url(BUCKET, disable_bulk_delete=True)
-        first = directory / "first"
-        checkpointer = at_end.enter_context(ds.Checkpointer(first, tiers=f"{BUCKET}/run", keep_last=1))
-        drain = checkpointer._place.drains._every[0]
-        bring, go = drain._bring_next, threading.Event()
-        drain._bring_next = lambda: bring() if go.wait(60) else None  # type: ignore[method-assign]
-        steps = itertools.count()
+    with _server(directory / "server"):
+        store = from_url(BUCKET)
 
-        def save() -> None:
-            go.clear()
-            checkpointer.snapshot([from_state_dict("state", state)], step=next(steps)).wait_committed()
-
-        def bring_it() -> None:
-            go.set()
-            checkpointer.wait_drained()
-
-        def drained() -> Sample:
-            save()
-            seconds, cpu = _timed(bring_it)
-            save()
-            return {"seconds": seconds, "cpu": cpu, "steps": loop.beside(bring_it)}
+        def bring() -> None:
+            list(bring_each([path], next(targets), lambda now, total: None))
 
         def put() -> None:
             parts = (data[at : at + _PIECE].data for at in range(0, len(data), _PIECE))
             obstore.put(store, "raw", parts, chunk_size=_PIECE, max_concurrency=12)
 
-        save()
-        bring_it()
-        (path,) = first.glob("step-*/rank-00000.pt")
-        data = np.fromfile(path, np.uint8)
-
-        def raw() -> Sample:
-            seconds, cpu = _timed(put)
-            return {"seconds": seconds, "cpu": cpu, "steps": loop.beside(put)}
-
-        interleave(result, {"raw": raw, "datastates": drained}, plan)
+        interleave(result, {"raw": partial(_sample, put), "datastates": partial(_sample, bring)}, plan)
     return result
 
 
-def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    with stopwatch() as sample:
+def _sample(work: Callable[[], object]) -> Sample:
+    with stopwatch() as alone:
         work()
-    return sample["seconds"], sample["cpu_seconds"]
+    return {"seconds": alone["seconds"], "cpu": alone["cpu_seconds"], "steps": _Loop().beside(work)}

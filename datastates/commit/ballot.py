@@ -79,7 +79,7 @@ class Vote:
         )
 
 
-_COMMITTED, _SKIPPED, _UNCERTAIN = b"c", b"s", b"u"  # the first byte of an answer
+COMMITTED, SKIPPED, UNCERTAIN = b"c", b"s", b"u"  # the first byte of an answer
 
 
 class Ballot:
@@ -188,17 +188,17 @@ class Ballot:
                 if self._run.opening is not None:
                     self._run.opening.refuse_if_fenced()
 
-            votes = _decoded(data)
-            if answer := _declined(votes):
+            votes = decoded(data)
+            if answer := declined(votes):
                 return answer
             with self._run.tier.listed_once():
                 try:
                     committed.append(self._commit(votes, pending, refuse_late))
                 except UncertainError as error:
-                    return _UNCERTAIN + said(error).encode(errors="replace")
+                    return UNCERTAIN + said(error).encode(errors="replace")
                 self.committed = time.monotonic()
                 self._run.retain()
-            return _COMMITTED + committed[0].encode()
+            return COMMITTED + committed[0].encode()
 
         try:
             done = self.world.agree(self._name, vote.encode(), decide)
@@ -213,10 +213,10 @@ class Ballot:
             if (path := self._run.tier.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
-        if done[:1] == _UNCERTAIN:
+        if done[:1] == UNCERTAIN:
             pending.leave()
             raise UncertainError(0, "commit", str(pending.target), done[1:].decode())
-        if done[:1] == _SKIPPED:
+        if done[:1] == SKIPPED:
             raise SnapshotSkippedError(done[1:].decode())
         return Location.decode(done[1:])
 
@@ -259,7 +259,7 @@ class Ballot:
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
         with contextlib.suppress(Exception):  # the caller reports this rank's own error
-            self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
+            self.world.agree(self._name, vote.encode(), lambda data: declined(decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: Uncommitted, ready: Callable[[], None]) -> Location:
         written = _write_catalog(votes, pending) if self.world.size > 1 else None
@@ -289,12 +289,12 @@ class Ballot:
             )
 
 
-def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
+def decoded(data: dict[int, bytes]) -> dict[int, Vote]:
     """Decode the vote of each rank; the dict is in the order of the ranks."""
     return {rank: Vote.decode(vote) for rank, vote in sorted(data.items())}
 
 
-def _declined(votes: dict[int, Vote]) -> bytes:
+def declined(votes: dict[int, Vote]) -> bytes:
     """The coordinator's answer if some ranks took no part and none failed; empty if all ranks took part.
 
     Raises:
@@ -305,7 +305,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     if not all(vote.skipped for vote in failed.values()):
         raise CommitError(reasons)
     if failed:
-        return _SKIPPED + reasons.encode(errors="replace")
+        return SKIPPED + reasons.encode(errors="replace")
     steps = {vote.step for vote in votes.values()}
     if len(steps) > 1:
         ranks = {step: [r for r, v in votes.items() if v.step == step] for step in sorted(steps)}

@@ -21,8 +21,6 @@ class Nearest(Listing):
         highest: The highest sequence number that was listed; 0 before that.
     """
 
-    highest = 0
-
     def __init__(self, tiers: Sequence[Tier]) -> None:
         """Remember the tiers, the nearest one first."""
         super().__init__(tiers[0].root)

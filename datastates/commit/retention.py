@@ -120,11 +120,11 @@ def retain(
         but: Others that stay this time.
         stay: Returns those of the tier's checkpoints that stay, too.
     """
-    with _warning():
+    with warning():
         needed = () if stay is None else stay(tier.checkpoints(known=True))
         for path in outdated(tier, keep):
             if path not in but and path not in needed:
-                with _warning():
+                with warning():
                     tier.remove(path)
 
 
@@ -136,7 +136,8 @@ def older(tier: Tier) -> list[Location]:
 
 
 @contextlib.contextmanager
-def _warning() -> Iterator[None]:
+def warning() -> Iterator[None]:
+    """A block whose errors are logged: a deletion that fails is no failure of the commit before it."""
     try:
         yield
     except Exception as error:  # also what a store raises against its contract: the commit before is done

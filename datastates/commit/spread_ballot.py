@@ -17,7 +17,7 @@ from typing_extensions import override
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
-from datastates.commit.ballot import _COMMITTED, _SKIPPED, _UNCERTAIN, Ballot, Vote, _declined, _decoded, made_catalog
+from datastates.commit.ballot import COMMITTED, SKIPPED, UNCERTAIN, Ballot, Vote, declined, decoded, made_catalog
 from datastates.commit.pending import Pending
 from datastates.commit.spread_tier import SpreadTier
 from datastates.commit.tier import Uncommitted
@@ -41,8 +41,8 @@ class SpreadBallot(Ballot):
         assert isinstance(pending, Pending)
 
         def prepare(data: dict[int, bytes]) -> bytes:
-            votes = _decoded(data)
-            if answer := _declined(votes):
+            votes = decoded(data)
+            if answer := declined(votes):
                 return answer
             if self._number == 0 and _is_shared(votes, tier.hosts.leaders):
                 log.warning(
@@ -60,7 +60,7 @@ class SpreadBallot(Ballot):
             if self.world.rank and not is_told(error):
                 pending.leave()  # others may have committed theirs
             raise
-        if told[:1] == _SKIPPED:
+        if told[:1] == SKIPPED:
             raise SnapshotSkippedError(told[1:].decode())
         return self._publish(tier, pending, *unpack(told[1:]))
 
@@ -79,20 +79,20 @@ class SpreadBallot(Ballot):
             failed = {rank: unpack(one[1:]) for rank, one in sorted(data.items()) if one[:1] == FAILED}
             if failed:
                 # without one part, all others are worth nothing
-                kind = _UNDONE if any(is_undone for is_undone, _ in failed.values()) else _UNCERTAIN
+                kind = _UNDONE if any(is_undone for is_undone, _ in failed.values()) else UNCERTAIN
                 return kind + "; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items()).encode()
             self.committed = time.monotonic()
             tier.note(made)
             self._run.retain()
-            return _COMMITTED + pack(tier.deleted())
+            return COMMITTED + pack(tier.deleted())
 
         try:
             told = self.world.agree(f"{self._name}/renamed", said, conclude)
         except (CommitError, RanksMissingError, StorageError) as error:
             if self.committed is None:
                 self._raise_uncertain(pending, str(error), error)
-            told = _COMMITTED + pack([])
-        if told[:1] == _UNCERTAIN:
+            told = COMMITTED + pack([])
+        if told[:1] == UNCERTAIN:
             self._raise_uncertain(pending, told[1:].decode(), failure)
         if told[:1] == _UNDONE:
             if path is not None:

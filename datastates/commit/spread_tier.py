@@ -22,8 +22,8 @@ from datastates.commit.hosts import Hosts, find, together
 from datastates.commit.manifest import ContainerEntry
 from datastates.commit.names import STEP, as_debris, final_of, step_name
 from datastates.commit.pending import Pending
-from datastates.commit.retention import _warning
-from datastates.commit.tier import Committed
+from datastates.commit.retention import warning
+from datastates.commit.tier import Committed, Identity
 from datastates.errors import (
     CheckpointNotFoundError,
     CommitError,
@@ -36,9 +36,6 @@ from datastates.errors import (
 from datastates.ranks.world import World
 from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location
-
-Identity = tuple[int, str]
-"""Step and attempt."""
 
 
 class _Known(NamedTuple):
@@ -68,8 +65,6 @@ class SpreadTier(DirectoryTier):
         hosts: The ranks of each directory.
         highest: The highest sequence number that any directory had when the tier was opened.
     """
-
-    highest = 0
 
     def __init__(self, root: Location, hosts: Hosts) -> None:
         """Take this rank's directory; nothing is read yet."""
@@ -268,7 +263,7 @@ class SpreadTier(DirectoryTier):
             self._known.pop(identity, None)
         for one in super().checkpoints(known=True) if gone and self.hosts.rank == self.leader else ():
             if _identity(one) in gone:
-                with _warning():
+                with warning():
                     super().remove(one.path)
 
 

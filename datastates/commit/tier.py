@@ -119,7 +119,10 @@ class Listing(ABC):
 
     Attributes:
         root: The place of the checkpoints.
+        highest: A sequence number that new checkpoints must be above, as far as it is not seen in the place itself.
     """
+
+    highest = 0
 
     def __init__(self, root: Location) -> None:
         """Remember the place; nothing is read yet."""

@@ -1,8 +1,8 @@
 """Brings one committed checkpoint into another tier: its containers, each byte compared on the way, then its manifest.
 
-The containers and the catalog keep their bytes. In a store of objects their names have the attempt, so two processes
-that bring one checkpoint write the same bytes under the same names, and what an interrupted one has sent is not sent
-again. Damage does not travel: a container that is damaged at its source does not arrive.
+The containers and the catalog keep their bytes. In a store of objects their names have the attempt: two processes that
+bring one checkpoint write the same bytes under the same names. What an interrupted one has sent is not sent again. A
+container that is damaged at its source does not arrive.
 """
 
 from __future__ import annotations

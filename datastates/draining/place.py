@@ -54,8 +54,7 @@ class Place:
             raise SettingsError(f"per_host: {root} is a place in a store, which all hosts share")
         for one in settings.tiers:
             self._tiers.append(self._further(one.path))
-        self._nearest = Nearest(self._tiers)
-        self.listing: Listing = self._nearest if settings.tiers else self._tiers[0]
+        self.listing: Listing = Nearest(self._tiers) if settings.tiers else self._tiers[0]
         self._tiers[0].make()
 
     def _further(self, path: PathLike) -> Tier:
@@ -84,19 +83,19 @@ class Place:
         first, (keep, *further) = self._tiers[0], self._settings.keeps
         if further and keep.last is None and first.in_memory:
             keep = replace(keep, last=1)
-        beside, highest = "".join(f", then {tier.root}" for tier in self._tiers[1:]), 0
+        beside = "".join(f", then {tier.root}" for tier in self._tiers[1:])
         if world.size == 1 or not self._settings.per_host:
             self.opening = first.opening(meet(world, name, f"{self.root}{beside}", first.begin_opening))
         else:
             first, self.opening = open_spread(world, name, self.root, beside)
-            highest, self.ballot, self._tiers[0] = first.highest, SpreadBallot, first
+            self.ballot, self._tiers[0] = SpreadBallot, first
             self.listing = self.listing if further else first
         self.run = Run(
             first,
             self.opening,
             keep,
             is_coordinator=world.rank == first.leader,
-            above=lambda: max(self.drains.newest(), self._nearest.highest, highest),
+            above=lambda: max(self.drains.newest(), self.listing.highest, first.highest),
             stay=(lambda every: self.drains.stay(every)) if further else None,
             committed=lambda path, identity: self.drains.add(path, identity),
         )

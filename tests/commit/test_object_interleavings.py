@@ -390,9 +390,12 @@ def drained(script: Script, scene: str, tier: type[ObjectTier] = ObjectTier, **m
     names, options = DRAINS[scene]
     drains = Drains(script, tier)
     actors = {name: getattr(drains, name) for name in names.split()}
-    is_key = lambda name: name.endswith("/manifest.json")  # noqa: E731
-    every = Interleavings(script, actors, decides=is_key, marks=".ended", **options, **more)
+    every = Interleavings(script, actors, decides=_is_key, marks=".ended", **options, **more)
     return map(broken_by_drains, every.states())
+
+
+def _is_key(name: str) -> bool:
+    return name.endswith("/manifest.json")
 
 
 @pytest.mark.parametrize("scene", [s if s == "two drains" else pytest.param(s, marks=pytest.mark.long) for s in DRAINS])
