@@ -46,6 +46,11 @@ class Hosts:
         """The ranks of this rank's group."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
 
+    @property
+    def machines(self) -> list[str]:
+        """By rank, the machine. Two directories may be on one."""
+        return [place.partition(":")[0] for place in self.places]
+
     def named(self, leaders: set[int]) -> str:
         """The places of some groups, for messages."""
         more = f" and {len(leaders) - _SHOWN} more" if len(leaders) > _SHOWN else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import re
 import zlib
 from collections.abc import Hashable, Mapping
 from datetime import datetime, timezone
@@ -16,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from datastates.commit.names import with_attempt
+from datastates.container.file import Named
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import Entry, store_of
 from datastates.storage.location import Location
@@ -37,6 +39,9 @@ _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_le
 """A name within the checkpoint's directory: never a path."""
 _Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+_CONTAINER = re.compile(r"rank-([0-9]{5,})\.")
 
 
 class _Model(BaseModel):
@@ -109,6 +114,11 @@ class Manifest(_Model):
 def container_name(rank: int, attempt: str = "") -> str:
     """File name of a rank's container within a checkpoint. In a store of objects it has the name of the attempt."""
     return with_attempt(f"rank-{rank:05d}.pt", attempt)
+
+
+def rank_in(file: str) -> int | None:
+    """The rank whose container a file is, by its name; None if it is none."""
+    return int(match[1]) if (match := _CONTAINER.match(file)) else None
 
 
 def attempt_in(file: str, attempt: str) -> str:
@@ -218,6 +228,13 @@ def facts_of(path: Location, version: Hashable) -> Facts:
     """As :func:`facts_in`, but cached while the file's ``version`` stays the same. No error is."""
     del version
     return facts_in(path)
+
+
+def named_in(path: Location, opened: Manifest) -> list[Named]:
+    """The containers that the manifest of a checkpoint directory names, by rank."""
+    world = {"step": opened.step, "world_size": opened.world_size, "attempt": opened.attempt}
+    every = opened.containers
+    return [Named(path / one.file, one.nbytes, one.index_crc32, {**world, "rank": one.rank}) for one in every]
 
 
 def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:

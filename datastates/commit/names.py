@@ -143,3 +143,12 @@ def decode(data: bytes) -> list[Writer]:
         number, owner, named = [*text.split(), "", "", ""][:3]
         found.append(Writer(int(number) if number.isdecimal() and len(number) < 20 else 0, owner, named))
     return found
+
+
+Identity = tuple[int, str]
+"""A checkpoint in whatever place: its step, and the name of the attempt that made it."""
+
+
+def nowhere(path: Location) -> Identity | None:
+    """The checkpoint that is listed under a path where nothing is, as only other hosts have it; None for others."""
+    return (int(match[1]), match[3]) if (match := STEP.match(path.name)) and match[3] else None

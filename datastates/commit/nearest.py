@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from datastates._base import log
+from datastates.commit.gathering import Gathering
 from datastates.commit.tier import Committed, Listing, Tier
 from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
@@ -64,8 +65,8 @@ class Nearest(Listing):
         return self._tier_of(path).here(path, step, attempt)
 
     @override
-    def refuse_elsewhere(self, path: Location, rank: int) -> None:
-        self._tier_of(path).refuse_elsewhere(path, rank)
+    def gathering(self) -> Gathering | None:
+        return self._tiers[0].gathering()
 
     @override
     def has_seen(self, path: Location) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from datastates._base.free_memory import host_memory, local_ranks
 from datastates.commit import manifest, retention
+from datastates.commit.names import Identity
 from datastates.commit.opening import Opening
-from datastates.commit.tier import Committed, Identity, Tier
+from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.storage import Folders, store_of

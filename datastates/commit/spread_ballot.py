@@ -44,7 +44,7 @@ class SpreadBallot(Ballot):
             votes = decoded(data)
             if answer := declined(votes):
                 return answer
-            if self._number == 0 and _is_shared(votes, tier.hosts.leaders):
+            if self._number == 0 and not tier.has_links and _is_shared(votes, tier.hosts.leaders):
                 log.warning(
                     "per_host: ranks of several hosts hold some arrays alike, and one of them writes each. The other "
                     "hosts restore them from tiers= only"

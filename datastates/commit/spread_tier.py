@@ -8,54 +8,33 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from typing_extensions import override
 
 from datastates._base import log
-from datastates._base.packing import pack, unpack
+from datastates._base.packing import pack
 from datastates.commit import catalog, manifest
+from datastates.commit.carry import MakeLink
 from datastates.commit.directory_tier import DirectoryTier
-from datastates.commit.fence import DirectoryOpening
-from datastates.commit.hosts import Hosts, find, together
+from datastates.commit.gathering import Gathering, elsewhere
+from datastates.commit.hosts import Hosts
 from datastates.commit.manifest import ContainerEntry
-from datastates.commit.names import STEP, as_debris, final_of, step_name
+from datastates.commit.names import STEP, Identity, as_debris, final_of, nowhere, step_name
 from datastates.commit.pending import Pending
 from datastates.commit.retention import warning
-from datastates.commit.tier import Committed, Identity
+from datastates.commit.stock import Known
+from datastates.commit.tier import Committed
 from datastates.errors import (
     CheckpointNotFoundError,
     CommitError,
     DatastatesError,
     FormatError,
-    RestoreError,
     rank_names,
     said,
 )
-from datastates.ranks.world import World
 from datastates.storage import folders_of, store_of
 from datastates.storage.location import Location
-
-
-class _Known(NamedTuple):
-    """A checkpoint of which some directory has the manifest.
-
-    Attributes:
-        sequence: Its number in the order of the snapshots.
-        metric: How good it is; None if nobody said so.
-        ranks: The number of its containers.
-        holders: By the rank that wrote a container, a leader in whose directory that is whole.
-    """
-
-    sequence: int
-    metric: float | None
-    ranks: int
-    holders: dict[int, int]
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.holders) == self.ranks
 
 
 class SpreadTier(DirectoryTier):
@@ -66,12 +45,13 @@ class SpreadTier(DirectoryTier):
         highest: The highest sequence number that any directory had when the tier was opened.
     """
 
-    def __init__(self, root: Location, hosts: Hosts) -> None:
-        """Take this rank's directory; nothing is read yet."""
+    def __init__(self, root: Location, hosts: Hosts, link: MakeLink | None = None) -> None:
+        """Take this rank's directory; nothing is read yet. ``link`` makes links between ranks, where that can be."""
         super().__init__(root)
         self.hosts, self.leader = hosts, hosts.leader
         self.whole: set[Location] = set()
-        self._known: dict[Identity, _Known] = {}
+        self._link = link
+        self._known: dict[Identity, Known] = {}
         self._deleted: deque[Identity] = deque()
 
     # --- reading
@@ -104,7 +84,7 @@ class SpreadTier(DirectoryTier):
 
     @override
     def lies_here(self, path: Location) -> bool:
-        return _nowhere(path) is None
+        return nowhere(path) is None
 
     @override
     def here(self, path: Location, step: int, attempt: str) -> Location:
@@ -113,25 +93,20 @@ class SpreadTier(DirectoryTier):
     @override
     @contextlib.contextmanager
     def protect(self, path: Location) -> Iterator[None]:
-        if identity := _nowhere(path):
-            leaders = {*self._known[identity].holders.values()}
-            raise CheckpointNotFoundError(self._elsewhere(f"step {identity[0]}", leaders))
+        if identity := nowhere(path):
+            leaders = {leader for leaders in self._known[identity].holders.values() for leader in leaders}
+            raise CheckpointNotFoundError(elsewhere(f"step {identity[0]}", self.hosts, leaders))
         with super().protect(path):
             yield
 
-    @override
-    def refuse_elsewhere(self, path: Location, rank: int) -> None:
-        identity = _nowhere(path) or ((opened := manifest.open(path)).step, opened.attempt)
-        holders = known.holders if (known := self._known.get(identity)) else {}
-        if (leader := holders.get(rank, self.leader)) != self.leader:
-            raise RestoreError(self._elsewhere(f"{manifest.container_name(rank)} of step {identity[0]}", {leader}))
+    @property
+    def has_links(self) -> bool:
+        """Whether containers can be brought from other hosts."""
+        return self._link is not None
 
-    def _elsewhere(self, what: str, leaders: set[int]) -> str:
-        own = self.hosts.places[self.hosts.rank]
-        return (
-            f"{what} is needed and is not in {own}, but in {self.hosts.named(leaders)}: start the ranks where they "
-            "ran, or give a place that all of them reach in tiers="
-        )
+    @override
+    def gathering(self) -> Gathering:
+        return Gathering(self.root, self.hosts, self._known, self._link)
 
     # --- opening
 
@@ -147,13 +122,13 @@ class SpreadTier(DirectoryTier):
                 log.warning("%s is passed over: %s", one.path, error)
         return pack([held, [_attempt(path) for path in self.debris()]])
 
-    def take_stock(self, every: Iterable[tuple[int, str, int, float | None, int, Iterable[tuple[int, int]]]]) -> None:
-        """Take over what all directories hold, as :func:`_united` tells it."""
-        for step, attempt, sequence, metric, ranks, holders in sorted(every, key=lambda one: -one[2]):
-            self.highest = max(self.highest, sequence)
-            self._known[step, attempt] = known = _Known(sequence, metric, ranks, dict(holders))
+    def take_stock(self, every: Mapping[Identity, Known]) -> None:
+        """Take over what all directories hold."""
+        for (step, attempt), known in sorted(every.items(), key=lambda one: -one[1].sequence):
+            self.highest = max(self.highest, known.sequence)
+            self._known[step, attempt] = known
             if self.hosts.rank == 0 and not any(one.is_whole for one in self._known.values()):
-                lost = rank_names([rank for rank in range(ranks) if rank not in known.holders])
+                lost = rank_names([rank for rank in range(known.ranks) if rank not in known.holders])
                 places = self.hosts.named(set(self.hosts.leaders))
                 log.warning("step %d is passed over: what %s wrote of it is in none of %s", step, lost, places)
 
@@ -167,21 +142,26 @@ class SpreadTier(DirectoryTier):
         return found
 
     def roll_forward(self, files: Iterable[tuple[Identity, bytes, bytes]], mark: bytes) -> None:
-        """Complete interrupted attempts that were committed in another directory, whose files are given."""
-        given = {identity: (made, encoded) for identity, made, encoded in files}
-        for path in self.debris():
-            if (identity := _attempt(path)) in given:
-                log.warning("%s was committed on another host, and is completed", path)
-                pending = self.pending(self.root / step_name(identity[0]), identity[1], mark)
-                try:
-                    pending.begin()
-                    for name in (manifest.FILE, catalog.FILE):
-                        folders_of(path).remove(pending.path(name), missing_ok=True)  # it may be cut short
-                    self.publish(pending, *given[identity])
-                except DatastatesError as error:  # it stays as it is, and the checkpoint is passed over
-                    log.warning("%s could not be completed: %s", path, said(error))
-                finally:
-                    pending.close()
+        """Commit here what is committed in another directory, by its manifest and catalog, with what is here of it.
+
+        A directory that has nothing gets a place for what a restore needs.
+        """
+        committed, begun = {*map(_identity, super().checkpoints())}, {*map(_attempt, self.debris())}
+        for identity, made, encoded in files:
+            if identity in committed:
+                continue
+            pending = self.pending(self.root / step_name(identity[0]), identity[1], mark)
+            if identity in begun:
+                log.warning("%s was committed on another host, and is completed", pending.directory)
+            try:
+                pending.begin()
+                for name in (manifest.FILE, catalog.FILE):
+                    folders_of(self.root).remove(pending.path(name), missing_ok=True)  # it may be cut short
+                self.publish(pending, made, encoded)
+            except DatastatesError as error:  # it stays as it is, and the checkpoint is passed over
+                log.warning("%s could not be completed: %s", pending.directory, said(error))
+            finally:
+                pending.close()
 
     # --- writing
 
@@ -216,8 +196,19 @@ class SpreadTier(DirectoryTier):
         """Take note of a checkpoint that every directory has committed, by its manifest."""
         one = manifest.decode(made, manifest.FILE)
         assert one.sequence is not None
-        holders = dict(enumerate(self.hosts.leaders))
-        self._known[one.step, one.attempt] = _Known(one.sequence, one.metric, one.world_size, holders)
+        holders = {rank: [leader] for rank, leader in enumerate(self.hosts.leaders)}
+        self._known[one.step, one.attempt] = Known(one.sequence, one.metric, one.world_size, holders)
+
+    def note_copies(self, identity: Identity, receivers: Mapping[int, int]) -> None:
+        """Take note of copies on other hosts: by the rank that wrote a container, a rank that has received it."""
+        if (known := self._known.get(identity)) is not None:
+            for rank, receiver in receivers.items():
+                known.add(rank, self.hosts.leaders[rank])
+                known.add(rank, self.hosts.leaders[receiver])
+
+    def is_copied(self, identity: Identity) -> bool:
+        """Whether each container of a checkpoint is on two machines at least."""
+        return (known := self._known.get(identity)) is not None and known.is_copied(self.hosts)
 
     def spoil(self, pending: Pending) -> bool:
         """See to it that nobody can complete an attempt: its part here goes. Returns whether that is certain."""
@@ -241,7 +232,7 @@ class SpreadTier(DirectoryTier):
         """As :meth:`Tier.remove`, on rank 0: it decides, and the others are told by :meth:`deleted`."""
         if self.hosts.rank:
             return False
-        identity = _nowhere(path)
+        identity = nowhere(path)
         if identity is None:
             with contextlib.suppress(CheckpointNotFoundError, FormatError):
                 identity = (opened := manifest.open(path)).step, opened.attempt
@@ -271,72 +262,7 @@ def _identity(one: Committed) -> Identity:
     return one.step, one.attempt
 
 
-def _nowhere(path: Location) -> Identity | None:
-    """What :meth:`SpreadTier.checkpoints` lists under a path where nothing is, as only other directories have it."""
-    return (int(match[1]), match[3]) if (match := STEP.match(path.name)) and match[3] else None
-
-
 def _attempt(partial: Location) -> Identity:
     match = STEP.match(final_of(partial.name))
     assert match is not None
     return int(match[1]), partial.name[-8:]
-
-
-def _united(told: dict[int, bytes]) -> bytes:
-    """What all directories hold, and which attempts to complete, each with a leader that has it committed."""
-    openings: dict[int, bytes] = {}
-    every: dict[Identity, _Known] = {}
-    owners: dict[Identity, list[int]] = {}
-    interrupted: list[Identity] = []
-    for leader, data in sorted(told.items()):
-        if data:
-            openings[leader], stock = unpack(data)
-            held, partial = unpack(stock)
-            for step, attempt, sequence, metric, ranks, found in held:
-                holders = every.setdefault((step, attempt), _Known(sequence, metric, ranks, {})).holders
-                holders.update({rank: leader for rank in found if rank not in holders})
-                owners.setdefault((step, attempt), []).append(leader)
-            interrupted += [(step, attempt) for step, attempt in partial]
-    behind = [[*i, owners[i][0]] for i in dict.fromkeys(interrupted) if i in owners]
-    known = [[*i, *one[:-1], [*one.holders.items()]] for i, one in every.items()]
-    return pack([[*openings.items()], known, behind])
-
-
-def open_spread(world: World, name: str, root: Location, beside: str) -> tuple[SpreadTier, DirectoryOpening]:
-    """Open the directories ``root`` of all hosts, on all ranks; what was committed on some of them is completed.
-
-    ``beside`` must be the same on all ranks.
-
-    Raises:
-        CommitError: Another rank failed.
-        RanksMissingError: Some ranks did not come in time.
-        StorageError: The directory cannot be read or written.
-    """
-    hosts = find(world, name, root, beside)
-    tier = SpreadTier(root, hosts)
-    leads = hosts.leader == world.rank
-
-    def own() -> bytes:
-        return pack([tier.begin_opening(), tier.inventory()]) if leads else b""
-
-    told, known, behind = unpack(together(world, f"{name}/stock", own, _united))
-    opening = tier.opening(dict(told)[hosts.leader])
-    if behind:
-
-        def give() -> bytes:
-            return pack(tier.files_of([(step, attempt) for step, attempt, leader in behind if leader == world.rank]))
-
-        def collect(given: dict[int, bytes]) -> bytes:
-            return pack([one for data in given.values() for one in unpack(data)])
-
-        files = [((*i,), *rest) for i, *rest in unpack(together(world, f"{name}/behind", give, collect))]
-
-        def complete() -> bytes:
-            if not leads:
-                return b""
-            tier.roll_forward(files, opening.mark)
-            return pack([b"", tier.inventory()])
-
-        _, known, _ = unpack(together(world, f"{name}/completed", complete, _united))
-    tier.take_stock(known)
-    return tier, opening

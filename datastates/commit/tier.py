@@ -14,14 +14,12 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from datastates.commit import manifest
+from datastates.commit.gathering import Gathering
 from datastates.commit.manifest import ContainerEntry, Manifest
 from datastates.commit.names import STEP
 from datastates.commit.opening import Opening
 from datastates.errors import CheckpointNotFoundError
 from datastates.storage.location import Location
-
-Identity = tuple[int, str]
-"""A checkpoint in whatever place: its step, and the name of the attempt that made it."""
 
 
 class Committed(NamedTuple):
@@ -159,9 +157,9 @@ class Listing(ABC):
         del step, attempt
         return path
 
-    def refuse_elsewhere(self, path: Location, rank: int) -> None:
-        """Raise RestoreError if the container that a rank wrote is in a part of the place that is not in reach here."""
-        del path, rank
+    def gathering(self) -> Gathering | None:
+        """Brings containers that a restore needs from other hosts; None where this process reaches the whole place."""
+        return None
 
     def has_seen(self, path: Location) -> bool:
         """Whether this process has seen a checkpoint whole, so that it need not look again."""

@@ -207,6 +207,21 @@ def open_each(named: Sequence[Named]) -> list[Container | None]:
     return list(map(_checked, named, each(_read_named, named, _READ_AT_ONCE)))
 
 
+def open_named(named: Sequence[Named]) -> list[Container]:
+    """Open containers, several at a time.
+
+    Raises:
+        FormatError: A file is damaged, or is not the container that ``named`` describes.
+        StorageError: A file is missing or cannot be read.
+    """
+    containers = []
+    for one, container in zip(named, open_each(named), strict=True):
+        if container is None:
+            raise lost_container(one.path, one.identity["rank"], one.identity["world_size"])
+        containers.append(container)
+    return containers
+
+
 def _read_named(named: Named) -> EncodedIndex | None:
     try:
         return read_index(named.path, named.nbytes)

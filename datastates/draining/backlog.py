@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from datastates.commit import retention
-from datastates.commit.names import step_name
-from datastates.commit.tier import Committed, Identity, Tier, Uncommitted
+from datastates.commit.names import Identity, step_name
+from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.storage.location import Location
 

@@ -7,17 +7,16 @@ container that is damaged at its source does not arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from datastates.commit import catalog, health, manifest
-from datastates.commit.manifest import Manifest, container_name
+from datastates.commit.carry import compared, index_crc
+from datastates.commit.manifest import Manifest, container_name, named_in
 from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
-from datastates.container import every_byte
-from datastates.container.file import Named, read_index
-from datastates.errors import CommitError, CorruptError, FencedError, FormatError, StorageError
-from datastates.reading.every_container import named_in, open_named
+from datastates.container.file import Named
+from datastates.errors import CommitError, FencedError, StorageError
 from datastates.storage import store_of
 from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT
@@ -81,8 +80,8 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
     every = [(one, found.named(container_name(one.identity["rank"]))) for one in named_in(path, made)]
     own = [(one, file) for one, file in every if part.ranks is None or one.identity["rank"] in part.ranks]
     for (one, file), is_there in zip(own, _are_there(own), strict=True):
-        if not (is_there and _index_crc(file, one.nbytes) == one.index_crc):
-            _copy(one, file, part.pace)
+        if not (is_there and index_crc(file, one.nbytes) == one.index_crc):
+            store_of(file).upload(file, compared(one, part.pace), one.nbytes)
     if not part.commits:
         return None
     for (one, file), is_there in zip(every, _are_there(every), strict=True):
@@ -107,33 +106,6 @@ def _are_there(files: list[tuple[Named, Location]]) -> list[bool]:
         return []
     lengths = store_of(files[0][1]).lengths([file for _, file in files])
     return [found == one.nbytes for (one, _), found in zip(files, lengths, strict=True)]
-
-
-def _index_crc(file: Location, nbytes: int) -> int | None:
-    """CRC-32 of the index of a container that was found in the tier; None if it is none."""
-    try:
-        return read_index(file, nbytes).footer.crc
-    except FormatError:
-        return None
-
-
-def _copy(one: Named, file: Location, pace: Callable[[int], object]) -> None:
-    (source,) = open_named([one])
-
-    def wrong(key: str, what: str) -> None:
-        text = f"{key!r} in {one.path} {what}, and is not copied"
-        raise CorruptError(text, key=key, path=str(one.path))
-
-    def pieces() -> Iterator[memoryview]:
-        at = 0
-        for data in every_byte.read(source, wrong):
-            pace(len(data))
-            at += len(data)
-            yield data
-        if at != one.nbytes:
-            raise FormatError(f"{one.path} has bytes that its index does not describe")
-
-    store_of(file).upload(file, pieces(), one.nbytes)
 
 
 def is_damage_of(path: Location, error: BaseException) -> bool:

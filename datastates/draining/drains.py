@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from datastates.commit.tier import Committed, Identity, Tier
+from datastates.commit.names import Identity
+from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
 from datastates.errors import FencedError

@@ -11,7 +11,7 @@ from datastates.commit.nearest import Nearest
 from datastates.commit.opening import Opening
 from datastates.commit.run import Run
 from datastates.commit.spread_ballot import SpreadBallot
-from datastates.commit.spread_tier import open_spread
+from datastates.commit.spread_opening import open_spread
 from datastates.commit.tier import Listing, Tier
 from datastates.commit.tiers import tier_of
 from datastates.config import Settings

@@ -15,8 +15,9 @@ from datastates._base.tasks import each
 from datastates.commit import health, manifest
 from datastates.commit.catalog import encode_catalog
 from datastates.commit.claims import claims_of, describe_conflicts, whole_claims
+from datastates.commit.manifest import named_in
 from datastates.container import archive, every_byte
-from datastates.container.file import Container, Named
+from datastates.container.file import Container, Named, open_named
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import ShardTable
 from datastates.errors import CheckpointNotFoundError, DatastatesError
@@ -24,7 +25,6 @@ from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
 from datastates.formats.seen import Seen
 from datastates.reading import whole_checkpoint
-from datastates.reading.every_container import named_in, open_named
 from datastates.reading.head import Head
 from datastates.reading.stored import Stored
 from datastates.state.new_memory import Into

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from datastates._base.tasks import Task
 from datastates._base.workers import start
 from datastates.errors import UnreachableError
+from datastates.ranks.link import Link
 
 
 class Keys(Protocol):
@@ -59,6 +60,8 @@ class Place:
     """An object that exists as long as the store does, and can be referenced weakly."""
     keys: Callable[[float], Keys]
     """Connects to the store. Its argument: seconds to wait for an answer before the server counts as gone."""
+    link: Callable[[str, int, float], Link] | None = None
+    """Makes one end of a link of a name to another rank, with a time-out in seconds; None: there are no links."""
     refuses_by_itself: bool = False
     """Whether calls fail, with the remedy, once the framework's ranks have changed."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.errors import SettingsError
 from datastates.ranks.keys import Place, StoreCalls
+from datastates.ranks.link import Link
 
 _KEYS_AT_ONCE = 64
 
@@ -113,4 +114,10 @@ def place() -> Place | None:
     store = distributed.distributed_c10d._get_default_store()
     if store is None:
         raise SettingsError("rank: torch.distributed has no Store with this backend; give rank and world_size")
-    return Place(rank, world_size, store, lambda silence: TorchKeys(store, rank, silence=silence))
+    return Place(
+        rank,
+        world_size,
+        store,
+        lambda silence: TorchKeys(store, rank, silence=silence),
+        lambda name, other, silence: Link(store, name, rank, other, silence=silence),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from datastates._base.columns import I64, U64
 from datastates.commit import health, manifest
 from datastates.commit.catalog import Catalog, Holders
 from datastates.commit.claims import key_hash, object_hash
+from datastates.commit.gathering import Gathering
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
@@ -40,7 +41,7 @@ class Stored:
         head: Head,
         others: Sequence[Head] = (),
         without: Collection[Location] = (),
-        refuse: Callable[[int], None] = lambda rank: None,
+        gathering: Gathering | None = None,
     ) -> None:
         """Take the head; nothing is opened yet.
 
@@ -48,10 +49,10 @@ class Stored:
             head: The head of the checkpoint, in the nearest place.
             others: The heads of its copies in other places: a file that is missing or damaged is taken from there.
             without: Files that are known to be damaged: they are taken from the next place, if there is one.
-            refuse: Called with the rank of a container that is needed and in no place. It may raise an error.
+            gathering: Brings containers from other hosts to the nearest place.
         """
         self.head = head
-        self._refuse = refuse
+        self._gathering = gathering
         self.lost: dict[int, Location] = {}
         self._heads, self._without = (head, *others), without
         self._opened: dict[int, Container] = {}
@@ -140,6 +141,7 @@ class Stored:
 
         Raises:
             FormatError, StorageError: As :meth:`container` does, of the first container that cannot be opened.
+            ElsewhereError: Needed containers may be on other hosts. Those come before the places after the nearest.
         """
         new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
         *nearer, last = self._heads
@@ -147,13 +149,20 @@ class Stored:
             for rank in new:
                 self._open_there(rank, self._named(rank, head))
             new = [rank for rank in new if rank not in self._opened]
+            if needed and head is self.head and self._gathering is not None:
+                self._gathering.refuse(self.path, new)
         for rank, one in zip(new, open_each([self._named(rank, last) for rank in new]), strict=True):
             if one is None:
                 self.lost[rank] = self._named(rank, self.head).path
             else:
                 self._opened[rank] = one
-        for rank in sorted(self.lost.keys() & set(ranks)) if needed else ():
-            self._refuse(rank)
+        if needed and self._gathering is not None:
+            self._gathering.refuse(self.path, sorted(self.lost.keys() & set(ranks)), lost=True)
+
+    def origin(self, file: Location) -> str:
+        """The place that a container was taken from: a directory, an address, or one of another host."""
+        brought = None if self._gathering is None else self._gathering.origin(file)
+        return brought or str(file.parent.parent)
 
     def _open_there(self, rank: int, named: Named) -> None:
         """Open a container in a place that is not the last one, if it is there and whole."""

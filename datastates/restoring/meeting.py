@@ -92,6 +92,10 @@ class Meeting:
         self._failure: Exception | None = None  # the error of begin()
         self.rank, self.ranks = world.rank, world.size
 
+    def token(self, stage: str) -> str:
+        """As :meth:`World.token`, for a stage of the restore."""
+        return self._world.token(f"{self._name}/{stage}")
+
     def settle(
         self, stage: str, own: Callable[[], bytes], decide: Callable[[dict[int, bytes]], bytes] = lambda _: b""
     ) -> bytes:

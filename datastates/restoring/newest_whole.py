@@ -6,11 +6,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import health, manifest
+from datastates.commit.gathering import ElsewhereError, Gathering
+from datastates.commit.partners import Transfer
 from datastates.commit.tier import Listing
 from datastates.errors import (
     CheckpointNotFoundError,
@@ -48,6 +49,7 @@ def open_together(
     find: Callable[[], Location | None],
     reading: contextlib.ExitStack,
     without: Collection[Location] = (),
+    gathering: Gathering | None = None,
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
@@ -58,6 +60,7 @@ def open_together(
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
         reading: The protection ends when this stack is closed.
         without: As for :class:`~datastates.reading.stored.Stored`.
+        gathering: As for that.
 
     Returns:
         The checkpoint; None if ``find`` returned None. If a rank other than the coordinator cannot protect it, the next
@@ -79,7 +82,7 @@ def open_together(
     if not heads:
         return None
     head, *others = [_here(tier, Head.decode(one)) for one in unpack(heads)]
-    stored = Stored(head, others, without, partial(tier.refuse_elsewhere, head.path))
+    stored = Stored(head, others, without, gathering)
 
     def keep() -> None:
         if meeting.rank:
@@ -95,7 +98,7 @@ def _here(tier: Listing, head: Head) -> Head:
     return replace(head, path=tier.here(head.path, head.step, head.attempt))
 
 
-_FINE, _DAMAGED, _TOLD, _OTHER = range(4)
+_FINE, _DAMAGED, _AWAY, _TOLD, _OTHER = range(5)
 
 
 def restore(
@@ -122,6 +125,7 @@ def restore(
     """
     damaged: dict[Location, str] = {}  # on the coordinator
     without: set[Location] = set()  # damaged files, which lie in another place, too
+    gathering = tier.gathering()
 
     def newest() -> Location | None:
         for path in reversed(candidates()):
@@ -143,11 +147,11 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, request, tier, find, reading, without)
+            stored = open_together(meeting, request, tier, find, reading, without, gathering)
             if stored is None:
                 return None
             run = Restore(stored, providers, executor, meeting, request).run
-            if not (request.fallback or stored.has_copies):
+            if not (request.fallback or stored.has_copies or gathering):
                 with advised(tier, stored.path, request):
                     return run()
             result, error = None, None
@@ -157,7 +161,7 @@ def restore(
                 raise
             except Exception as failure:
                 error = failure
-            again, passed = _agree(meeting, error, stored, damaged, without, older=request.fallback)
+            again, passed = _agree(meeting, error, stored, damaged, without, gathering, older=request.fallback)
         if again:
             continue
         if result is None:
@@ -183,7 +187,8 @@ def compare(
     It takes the arguments of :func:`restore`, with one meeting.
     """
     with contextlib.ExitStack() as reading:
-        stored = open_together(meeting, request, tier, lambda: next(reversed(candidates()), None), reading)
+        away = tier.gathering()
+        stored = open_together(meeting, request, tier, lambda: next(reversed(candidates()), None), reading, (), away)
         if stored is None:
             return None
         with advised(tier, stored.path, request):
@@ -196,10 +201,13 @@ def _agree(
     stored: Stored,
     damaged: dict[Location, str],
     without: set[Location],
+    gathering: Gathering | None,
     *,
     older: bool,
 ) -> tuple[bool, dict[str, str]]:
     """Agree after an attempt whether all ranks try again: with copies of damaged files, or with an older checkpoint.
+
+    Containers that other hosts have are brought before.
 
     Args:
         meeting: The meeting of the attempt.
@@ -207,6 +215,7 @@ def _agree(
         stored: The checkpoint of the attempt.
         damaged: On the coordinator, the damaged checkpoints with the reasons; this one is added if it is damaged.
         without: The files whose copies are read; damaged ones of this checkpoint are added.
+        gathering: Brings containers from other hosts, where there are such.
         older: Whether an older checkpoint is wanted, if there is no copy.
 
     Returns:
@@ -216,11 +225,18 @@ def _agree(
     def decide(votes: dict[int, bytes]) -> bytes:
         said = {rank: unpack(vote) for rank, vote in votes.items()}
         reasons = [
-            f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text, _) in said.items() if v == _DAMAGED
+            f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text, *_) in said.items() if v == _DAMAGED
         ]
-        again = bool(reasons) and all(vote != _OTHER for vote, _, _ in said.values())
-        files = [file for vote, _, file in said.values() if vote == _DAMAGED] if again else []
-        if again and all(files):
+        kinds = {vote for vote, *_ in said.values()}
+        again = bool(kinds & {_DAMAGED, _AWAY}) and _OTHER not in kinds
+        files = [file for vote, _, file, _ in said.values() if vote == _DAMAGED] if again else []
+        needs = {rank: needed for rank, (*_, needed) in said.items() if needed}
+        transfers = [] if gathering is None or not again else gathering.plan(stored.path, needs)
+        if again and (transfers or _AWAY in kinds):
+            files = []
+            for reason in reasons if transfers else ():
+                log.warning("%s is damaged, and what other hosts have is brought: %s", stored.path, reason)
+        elif again and all(files):
             log.warning("%s is damaged, and is read from another place: %s", stored.path, "; ".join(reasons))
         elif again and older:
             files = []
@@ -228,21 +244,34 @@ def _agree(
             log.warning("%s is damaged, and an older checkpoint is restored: %s", stored.path, damaged[stored.path])
         else:
             again, files = False, []
-        return pack([again, files, {other.name: text for other, text in damaged.items()}])
+        return pack([again, files, {other.name: text for other, text in damaged.items()}, [*map(list, transfers)]])
+
+    file, needed = _file_of(error), _needed(error, stored)
+    lies = file is not None and stored.is_elsewhere(file)
 
     def own() -> bytes:
-        return pack([_vote(error), str(error), _damaged_file(error, stored)])
+        return pack([_vote(error), str(error), file.encode() if file is not None and lies else b"", needed])
 
-    again, files, passed = unpack(meeting.settle("fallback", own, decide))
+    again, files, passed, transfers = unpack(meeting.settle("fallback", own, decide))
     without.update(map(Location.decode, files))
+    if gathering is not None and again:
+        gathering.bring(stored.path, [Transfer(*one) for one in transfers], needed, meeting.token("bring"))
     return again, passed
 
 
-def _damaged_file(error: Exception | None, stored: Stored) -> bytes:
-    """The file that an error is about, if it can be read from another place; else empty."""
+def _file_of(error: Exception | None) -> Location | None:
+    """The file that an error is about."""
     name = error.path if isinstance(error, CorruptError) else getattr(error, "filename", None)
-    path = Location(str(name)) if name else None
-    return path.encode() if path is not None and stored.is_elsewhere(path) else b""
+    return Location(str(name)) if name else None
+
+
+def _needed(error: Exception | None, stored: Stored) -> list[int]:
+    """The containers that another host may have, by the rank that wrote them: they are not here, or damaged."""
+    if isinstance(error, ElsewhereError):
+        return error.ranks
+    file = _file_of(error) if error is not None and _vote(error) == _DAMAGED else None
+    rank = None if file is None or file.parent != stored.path else manifest.rank_in(file.name)
+    return [] if rank is None else [rank]
 
 
 def _problem(tier: Listing, path: Location) -> str | None:
@@ -254,6 +283,8 @@ def _problem(tier: Listing, path: Location) -> str | None:
 def _vote(error: Exception | None) -> int:
     if error is None:
         return _FINE
+    if isinstance(error, ElsewhereError):
+        return _AWAY
     misfit = isinstance(error, RestoreError) and (error.missing or error.unexpected or error.mismatched)
     if isinstance(error, (CommitError, RestoreError)) and not misfit:
         return _TOLD  # the rank that has failed votes on its own error

@@ -283,7 +283,7 @@ class Restore:
         for name in ("needed_nbytes", "read_nbytes", "shared_nbytes"):
             setattr(self._result, name, getattr(tally, name))
         for path, nbytes in self._reads.by_file().items():
-            place = str(path.parent.parent if self._own is not None else self._stored.path)
+            place = str(self._stored.path) if self._own is None else self._own.origin(path)
             self._result.source[place] = self._result.source.get(place, 0) + nbytes
         return list(tally.unverified_keys)
 

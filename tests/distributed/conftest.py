@@ -18,10 +18,13 @@ from memory_keys import Memory, MemoryKeys
 from datastates import api, checkpointer
 from datastates.errors import DatastatesError
 from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.keys import Place
+from datastates.ranks.link import Link
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.world import SoloWorld, World
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
+from per_host_job import job  # noqa: F401
 
 Reports = list[dict[str, dict[str, Any]]]
 
@@ -43,6 +46,12 @@ from rank_loop import *
 directory, state = Path(sys.argv[1]), make()
 begin_together(directory)
 """
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of ``threads`` make links to each other."""
+    monkeypatch.setattr(Memory, "links", pytest.importorskip("torch.distributed").HashStore())
 
 
 T = TypeVar("T")
@@ -81,4 +90,14 @@ def _world(memory: Memory, rank: int, n: int, number: int) -> World:
     if n == 1:
         return SoloWorld()
     board = StoreBoard(MemoryKeys(memory, rank), f"run/{number}")
-    return BoardWorld(rank, n, board, timeout=20)
+    return BoardWorld(rank, n, board, timeout=20, place=_place(memory, rank, n))
+
+
+def _place(memory: Memory, rank: int, n: int) -> Place | None:
+    if memory.links is None:
+        return None
+
+    def link(name: str, other: int, silence: float) -> Link:
+        return Link(memory.links, name, rank, other, silence=silence)
+
+    return Place(rank, n, memory, lambda silence: MemoryKeys(memory, rank), link)

@@ -7,71 +7,19 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from per_host_job import OPTIONS, RANKS, SHAPES, host_of, names, restore, save
 from split_state import Split
 
 import datastates as ds
 from datastates.commit import manifest
 from datastates.commit.spread_tier import SpreadTier
 from datastates.errors import CommitError, RestoreError, SettingsError, StorageError, UncertainError
-from datastates.providers import PickledObjectProvider
 from datastates.storage import Location, folders_of
-
-SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5)}
-RANKS = 4
-OPTIONS: dict[str, Any] = {"host_cache": "8MiB", "block": "1MiB", "on_error": "warn", "per_host": True}
-
-
-def host_of(rank: int) -> str:
-    return "ab"[rank // 2]
-
-
-@pytest.fixture
-def job(threads: Any, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Run a function with a checkpointer and a state on each rank: two ranks on each of two hosts."""
-
-    def run(do: Callable[..., Any], hosts: Callable[[int], str] = host_of, ranks: int = RANKS, **options: Any) -> Any:
-        ended = threading.Barrier(ranks)
-
-        def one(rank: int) -> Any:
-            loop = {"of": rank}
-            state = [Split.rows("model", SHAPES, rank, ranks), PickledObjectProvider("loop", loop.copy, loop.update)]
-            with ds.Checkpointer(tmp_path / hosts(rank) / "run", **OPTIONS, **options) as ckpt:
-                try:
-                    return do(ckpt, state, rank)
-                finally:  # one process has made all openings here, and its first close() ends them
-                    ended.wait(60)
-
-        return threads(ranks, one)
-
-    return run
-
-
-def save(*steps: int) -> Callable[..., Any]:
-    def do(ckpt: ds.Checkpointer, state: list[Any], rank: int) -> list[Any]:
-        taken = []
-        for step in steps:
-            taken.append(ckpt.snapshot([state[0].fill(step), *state[1:]], step=step))
-            ckpt.wait()
-        return [one.exception() or one.path for one in taken]
-
-    return do
-
-
-def restore(ckpt: ds.Checkpointer, state: list[Any], rank: int) -> Any:
-    found = ckpt.restore(state)
-    if found is not None:
-        assert not state[0].wrong(found.step)
-    return found and found.step
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".openings"))
 
 
 def test_each_host_keeps_its_part(job: Any, tmp_path: Path) -> None:
@@ -323,6 +271,7 @@ import datastates as ds
 from datastates.executor.executor import arm_faults
 from datastates.providers import PickledObjectProvider
 sys.path.insert(0, sys.argv[1])
+from per_host_job import OPTIONS, RANKS, SHAPES, host_of, names, restore, save
 from split_state import Split
 
 SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5)}
@@ -398,6 +347,7 @@ import torch.distributed as dist
 import datastates as ds
 sys.path[:0] = [sys.argv[1], os.path.join(os.path.dirname(sys.argv[1]), "support")]
 from in_ranks import wait_for
+from per_host_job import OPTIONS, RANKS, SHAPES, host_of, names, restore, save
 from split_state import Split
 
 dist.init_process_group("gloo")

@@ -102,7 +102,7 @@ SCRIPT = """
 import os, signal, sys
 import numpy as np
 import datastates as ds
-from datastates.draining import bring
+from datastates.commit import carry
 from datastates.providers import from_state_dict
 
 first, target, end, *steps = sys.argv[1:]
@@ -110,11 +110,11 @@ def kill(*words):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if end == "while a container goes up":
-    copy = bring.every_byte.read
+    copy = carry.every_byte.read
     def read(*words):
         yield next(copy(*words))
         kill()
-    bring.every_byte.read = read
+    carry.every_byte.read = read
 if end == "before the manifest":
     from datastates.commit.object_pending import ObjectPending
     from datastates.commit.pending import Pending

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from datastates.errors import UnreachableError
 
 
 class Memory:
     """What all ranks share: the values and the marks of keys."""
+
+    links: Any = None
+    """A ``torch.distributed.Store`` for links between ranks, if they have any."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
