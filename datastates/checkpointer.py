@@ -88,16 +88,13 @@ class Checkpointer:
             undo.callback(world.close)
             self._place.open(world, self._name, lambda: bool(self._engine.pending()))
             undo.pop_all()
-        self._snapshots = 0
-        self._restores, self._checks = itertools.count(), itertools.count()
-        ended = partial(call_back, self.settings)
+        self._snapshots, self._restores, self._checks = 0, itertools.count(), itertools.count()
         self._engine = Engine(
-            executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate, ended=ended
+            executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate, ended=self._ended
         )
         prepare(executor, self.settings)
-        self._trace = RunTrace()
+        self._trace, self._closed = RunTrace(), False
         self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
-        self._closed = False
         self._costs = Costs(self.settings.max_in_flight)
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
         self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable, world, f"{self._name}/last")
@@ -177,7 +174,7 @@ class Checkpointer:
         self._costs.note(taken)
         self._last.settle()
         self._place.drains.begin()
-        follow(taken, self._place.drains.places)
+        follow(taken, self._place.places)
         return taken
 
     def check(self, providers: Sequence[StateProvider]) -> None:
@@ -296,7 +293,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
-            self._place.run.restored = Location(restored.path)
+            self._place.restored(Location(restored.path), name)
         elif (step := request.get("step")) is not None:
             recognise.refuse_absence(self._root, step)
         elif self._engine.world.rank == 0:
@@ -342,7 +339,7 @@ class Checkpointer:
                 the last try has failed.
             FencedError: A newer run has begun to save in one of the tiers.
         """
-        if rest := self._place.drains.wait(timeout):
+        if rest := self._place.wait(timeout):
             raise SnapshotTimeoutError(f"not all checkpoints were brought to {rest}")
 
     def close(self) -> None:
@@ -366,8 +363,7 @@ class Checkpointer:
         self._last.end()
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
-        self._engine.close()
-        self._place.close()
+        self._place.close(self._engine.close)
         if self._termination is not None:
             self._termination.end()
         if (failure := self._taken.failure()) is not None:
@@ -393,7 +389,11 @@ class Checkpointer:
         if self._closed:
             raise ClosedError(f"the checkpointer of {self._root} is closed")
 
+    def _ended(self, snapshot: Snapshot) -> None:
+        self._place.ended(snapshot)
+        call_back(self.settings, snapshot)
+
     def _finish(self, end: float | None) -> None:
         """After SIGTERM, wait for the snapshots that are in flight now, and bring the newest to the further tiers."""
         wait_ended(self._engine.pending())
-        self._place.drains.hurry(end)
+        self._place.hurry(end)

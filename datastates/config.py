@@ -269,6 +269,11 @@ class Settings(RankSettings, RetentionSettings):
         description="The directory is another one on each host, as on local disks: each host keeps the containers of "
         "its ranks.",
     )
+    peers: Literal[0, 1] = Field(
+        0,
+        description="Copies of each rank's container that are kept on other hosts, in the background, through "
+        "torch.distributed. Needs per_host.",
+    )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
         "raise",
@@ -327,6 +332,8 @@ class Settings(RankSettings, RetentionSettings):
                 "per_host: ranks cannot meet in a directory that is another one on each host: initialize "
                 "torch.distributed or jax.distributed, and leave rank and world_size out"
             )
+        if self.peers and not self.per_host:
+            raise ValueError("peers: set per_host, too: hosts that share one directory need no copies")
         return self
 
     @property
@@ -364,6 +371,7 @@ class Options(RankOptions, total=False):
     keep_best: int | None
     best_mode: Literal["min", "max"]
     per_host: bool
+    peers: Literal[0, 1]
     auto_gate: bool
     on_error: Literal["raise", "warn"] | Callable[[Any], object]
     on_commit: Callable[[Any], object] | None

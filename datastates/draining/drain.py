@@ -20,6 +20,7 @@ from datastates.commit.tier import Committed, Tier, Uncommitted
 from datastates.config import Keep
 from datastates.draining.backlog import Backlog
 from datastates.draining.bring import Part, bring, is_damage_of
+from datastates.draining.pace import Pace
 from datastates.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -33,12 +34,8 @@ from datastates.storage.location import Location
 
 _SHORTEST, _LONGEST = 0.2, 30.0
 """Seconds between two tries: each pause is twice the one before."""
-_PIECE = 8 << 20
-"""Bytes that are sent between two looks at the snapshots in flight."""
 _AHEAD = 10.0
 """Seconds for which the first commit waits for the target's answer."""
-_ASIDE = 0.1
-"""Seconds for which a piece waits at most while a snapshot is in flight."""
 
 
 class Around(NamedTuple):
@@ -85,11 +82,11 @@ class Drain:
         self._keep, self._around = keep, around
         self._threads = Workers("datastates-drain", 1)
         self._bell, self._lock = Bell(), threading.Lock()
+        self._pace_of = Pace(around.is_busy, self._bell, self._is_last)
         self._works = self._is_called = self._closing = self._asked = self._fenced = self._hurries = False
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
         self._told: tuple[object, ...] = ()  # the kind of the last failure
-        self._sent = 0
         self._now: Location | None = None  # what is being brought
         self._left: list[list[Committed]] | None = None  # on a rank that leads a host, what earlier runs have left
         self._run: Run | None = None  # on rank 0, the run's saves in the target
@@ -250,7 +247,7 @@ class Drain:
         with contextlib.suppress(CheckpointNotFoundError):
             made = manifest.open(path)
             found = self.target.arriving(self.target.root / step_name(made.step), made.attempt, b"")
-            self._bring(path, found, Part((self._around.rank,), commits=False, pace=self._pace_of))
+            self._bring(path, found, Part((self._around.rank,), commits=False, pace=self._paced))
         self.backlog.drop(path)
         return None if self._hurries else True
 
@@ -262,7 +259,7 @@ class Drain:
             return None
         (one, *_), found = self._left[0], self.backlog.arriving(self._left[0][0], b"")
         with contextlib.suppress(CheckpointNotFoundError):
-            self._bring(one.path, found, Part(self.backlog.held(one), commits=False, pace=self._pace_of))
+            self._bring(one.path, found, Part(self.backlog.held(one), commits=False, pace=self._paced))
         self._left.pop(0)
         return True
 
@@ -297,7 +294,7 @@ class Drain:
         for one in copies:
             with contextlib.suppress(CheckpointNotFoundError):
                 ranks = [self._around.rank] if is_own else self.backlog.held(one)
-                part = Part(ranks, True, number, run.opening.refuse_if_fenced, self._pace_of)
+                part = Part(ranks, True, number, run.opening.refuse_if_fenced, self._paced)
                 if (is_there := self._bring(one.path, found, part)) is None:
                     continue
                 if is_there:
@@ -323,15 +320,10 @@ class Drain:
             log.error("%s is not brought to %s: %s", path, self.target.root, error)
         return None
 
-    def _pace_of(self, nbytes: int) -> None:
-        """Let snapshots in flight go first, but never for long: there may always be one."""
+    def _paced(self, nbytes: int) -> None:
         if self._hurries and self._now != self.backlog.own_newest():
             raise _DroppedError
-        self._sent += nbytes
-        if self._sent >= _PIECE:
-            self._sent = 0
-            if self._around.is_busy():
-                self._bell.wait_for(lambda: not self._around.is_busy() or self._is_last(), _ASIDE)
+        self._pace_of(nbytes)
 
 
 class _DroppedError(DatastatesError):

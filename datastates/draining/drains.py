@@ -15,7 +15,7 @@ from datastates.errors import FencedError
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
-_UNTOLD = 30.0
+UNTOLD = 30.0
 """Seconds for the newest checkpoint after SIGTERM, where nobody said how long the process has."""
 _IN_MEMORY = 2
 """Checkpoints that stay in memory until a later tier has them."""
@@ -122,7 +122,7 @@ class Drains:
         for drain in self._every:
             drain.hurry()
         with contextlib.suppress(FencedError):
-            self.wait(_UNTOLD if end is None else max(0.0, end - time.monotonic()))
+            self.wait(UNTOLD if end is None else max(0.0, end - time.monotonic()))
         for drain in self._every:
             drain.go_on()
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from datastates._base import log
 from datastates.commit.ballot import Ballot
 from datastates.commit.directory_tier import DirectoryTier
+from datastates.commit.names import Identity
 from datastates.commit.nearest import Nearest
 from datastates.commit.opening import Opening
 from datastates.commit.run import Run
 from datastates.commit.spread_ballot import SpreadBallot
 from datastates.commit.spread_opening import open_spread
-from datastates.commit.tier import Listing, Tier
+from datastates.commit.spread_tier import SpreadTier
+from datastates.commit.tier import Committed, Listing, Tier
 from datastates.commit.tiers import tier_of
 from datastates.config import Settings
-from datastates.draining.drains import Drains
+from datastates.draining.drains import UNTOLD, Drains
+from datastates.draining.peers import Peers
 from datastates.errors import SettingsError
 from datastates.ranks.world import World, meet
+from datastates.saving.snapshot import Snapshot
 from datastates.storage import Folders, store_of
-from datastates.storage.location import Location, PathLike
+from datastates.storage.location import Face, Location, PathLike
 
 
 class Place:
@@ -31,12 +37,14 @@ class Place:
         opening: The right to save in the first tier.
         run: The saves in the first tier.
         drains: Bring the checkpoints into the other tiers.
+        peers: Keeps copies on other hosts; None without the setting.
         ballot: What makes a checkpoint in the first tier.
     """
 
     opening: Opening
     run: Run
     drains: Drains
+    peers: Peers | None = None
     ballot: type[Ballot] = Ballot
 
     def __init__(self, root: Location, settings: Settings) -> None:
@@ -79,11 +87,13 @@ class Place:
 
         Raises:
             CommitError, RanksMissingError: As :func:`meet` does.
+            SettingsError: ``peers`` is set, and the ranks do not meet through torch.distributed.
         """
+        has_peers = bool(self._settings.peers)
         first, (keep, *further) = self._tiers[0], self._settings.keeps
-        if further and keep.last is None and first.in_memory:
+        if (further or has_peers) and keep.last is None and first.in_memory:
             keep = replace(keep, last=1)
-        beside = "".join(f", then {tier.root}" for tier in self._tiers[1:])
+        beside = "".join(f", then {tier.root}" for tier in self._tiers[1:]) + ", with peers" * has_peers
         if world.size == 1 or not self._settings.per_host:
             self.opening = first.opening(meet(world, name, f"{self.root}{beside}", first.begin_opening))
         else:
@@ -96,9 +106,15 @@ class Place:
             keep,
             is_coordinator=world.rank == first.leader,
             above=lambda: max(self.drains.newest(), self.listing.highest, first.highest),
-            stay=(lambda every: self.drains.stay(every)) if further else None,
-            committed=lambda path, identity: self.drains.add(path, identity),
+            stay=self._stay if further or has_peers else None,
+            committed=self._committed,
         )
+        if isinstance(first, SpreadTier) and has_peers:
+            if world.place is None or world.place.link is None:
+                raise SettingsError("peers: copies go through torch.distributed: initialize it first")
+            self.peers = Peers(first, self.run, world, world.place.link, is_busy)
+        elif has_peers:
+            log.warning("peers: no copies are kept, as there is one rank only")
         self.drains = Drains(
             self._tiers,
             further,
@@ -108,8 +124,56 @@ class Place:
             restored=lambda: self.run.restored,
         )
 
-    def close(self) -> None:
-        """Bring what is due to the other tiers, and give up the right to save. Can be repeated."""
+    def _committed(self, path: Location, identity: Identity) -> None:
+        self.drains.add(path, identity)
+        if self.peers is not None:
+            self.peers.note(path, identity)
+
+    def _stay(self, every: Sequence[Committed]) -> list[Location]:
+        """What other tiers and hosts still need of the first tier."""
+        return self.drains.stay(every) + ([] if self.peers is None else self.peers.stay(every))
+
+    def ended(self, snapshot: Snapshot) -> None:
+        """Copy the checkpoint of a snapshot that has ended to other hosts. Call it in the order of the snapshots."""
+        if self.peers is not None and snapshot.committed:
+            self.peers.add(Location(snapshot.path))
+
+    def restored(self, path: Location, name: str) -> None:
+        """Note the checkpoint that all ranks have restored, in the restore of a name."""
+        self.run.restored = path
+        if self.peers is not None:
+            self.peers.add_restored(path, name)
+
+    def places(self, path: Location) -> list[Face]:
+        """Where a checkpoint of this run is by now, by its path in the first tier: the widest place comes last."""
+        first, *further = [tier.face for tier in self.drains.places(path)]
+        return [first, *["peers"] * (self.peers is not None and self.peers.has(path)), *further]
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until the other tiers and hosts have all that is due; after ``timeout`` seconds, says what lacks.
+
+        Raises:
+            FencedError: A newer run has begun to save in a further tier.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        rest = [] if self.peers is None else [self.peers.wait(timeout)]
+        rest.append(self.drains.wait(None if end is None else max(0.0, end - time.monotonic())))
+        return "; ".join(filter(None, rest))
+
+    def hurry(self, end: float | None) -> None:
+        """As :meth:`Drains.hurry`, with the copies on other hosts."""
+        if self.peers is not None:
+            self.peers.wait(UNTOLD if end is None else max(0.0, end - time.monotonic()))
+        self.drains.hurry(end)
+
+    def close(self, part: Callable[[], None]) -> None:
+        """Bring what is due to the other tiers and hosts, and give up the right to save. Can be repeated.
+
+        ``part`` is called once the ranks need not meet any more.
+        """
+        if self.peers is not None:
+            self.peers.close()
+        part()
         self.drains.close()
         self.opening.close()
 

@@ -17,8 +17,9 @@ class Report:
         step: The training step that the snapshot was taken at.
         path: The path of the checkpoint directory: the expected one until the commit, then the actual one. The address
             of one in a store.
-        places: The places that have the checkpoint by now, once it is committed: that of ``path``, and those of the
-            setting ``tiers`` that it has been brought to, as far as this rank knows; rank 0 knows all.
+        places: The places that have the checkpoint by now, once it is committed: that of ``path``, "peers" if copies
+            are on other hosts, and those of the setting ``tiers`` that it has been brought to, as far as this rank
+            knows; rank 0 knows all.
         state: The state that the snapshot has reached: ``started``, ``captured``, ``persisted``, ``committed`` or
             ``failed``.
         nbytes: Bytes of the arrays.

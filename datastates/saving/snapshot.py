@@ -108,7 +108,7 @@ class Snapshot:
         self._spans: list[Span] = []
         self._work: Recorded | None = NOTHING
         self._gate: Callable[[], object] = lambda: None
-        self._places: Callable[[Location], Sequence[Location]] = lambda path: [path.parent]
+        self._places: Callable[[Location], Sequence[Face]] = lambda path: [path.parent.face]
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native: Callable[[], Recorded] = lambda: NOTHING
 
@@ -180,7 +180,7 @@ class Snapshot:
         return Report(
             step=self._step,
             path=self.path,
-            places=tuple(place.face for place in self._places(self._path)) if self.committed else (),
+            places=tuple(self._places(self._path)) if self.committed else (),
             state="failed" if error_of(self) else next(reversed(times), "started"),
             nbytes=self._nbytes,
             file_nbytes=self._file_nbytes,
@@ -247,7 +247,7 @@ def cost_of(snapshot: Snapshot) -> Cost:
     return Cost(snapshot._begin, snapshot._nbytes, stall, snapshot._times.get("committed"))
 
 
-def follow(snapshot: Snapshot, places: Callable[[Location], Sequence[Location]]) -> None:
+def follow(snapshot: Snapshot, places: Callable[[Location], Sequence[Face]]) -> None:
     """Let the report of a snapshot tell the places that have the checkpoint of a path."""
     snapshot._places = places
 
