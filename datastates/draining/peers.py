@@ -7,6 +7,8 @@ rank to rank.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -61,6 +63,7 @@ class Peers:
         self._due: list[str] = []
         self._closing, self._failure = False, ""
         self._pace = Pace(is_busy, self._bell, lambda: self._closing)
+        _every.add(self)
         if not self._every and world.rank == 0:
             log.warning("peers: no copies are kept, as all ranks are on one host, %s", tier.hosts.places[0])
 
@@ -74,7 +77,7 @@ class Peers:
     def add(self, path: Location) -> None:
         """Copy a committed checkpoint. Call it in the order of the snapshots, which is the same on all ranks."""
         if (identity := self._attempts.get(path)) is not None:
-            self._put(path, identity, f"peers/{identity[1]}")
+            self._put(path, identity, f"peers/{identity[1]}", self._run.delete)
             self._attempts.pop(path)
             self._bell.ring()
 
@@ -86,12 +89,12 @@ class Peers:
         if self._every and path.parent == self._tier.root:
             opened = manifest.open(path)
             if not self._tier.is_copied(identity := (opened.step, opened.attempt)):
-                self._put(path, identity, f"{name}/peers")
+                self._put(path, identity, f"{name}/peers", lambda: None)  # who only reads deletes nothing
 
-    def _put(self, path: Location, identity: Identity, name: str) -> None:
+    def _put(self, path: Location, identity: Identity, name: str, free: Callable[[], None]) -> None:
         self._due.append(name)
         try:
-            self._thread.do(partial(self._copy, path, identity, name))
+            self._thread.do(partial(self._copy, path, identity, name, free))
         except (ThreadStartError, ClosedError) as error:  # the checkpoint is committed all the same
             self._due.remove(name)
             self._failed(identity, said(error))
@@ -124,17 +127,17 @@ class Peers:
 
     # --- on the thread
 
-    def _copy(self, path: Location, identity: Identity, name: str) -> None:
+    def _copy(self, path: Location, identity: Identity, name: str, free: Callable[[], None]) -> None:
         try:
             if self._world.agree(name, DONE, lambda _: _SKIP if len(self._due) > 1 else _GO) == _GO:
-                self._copy_now(path, identity, name)
+                self._copy_now(path, identity, name, free)
         except BaseException as error:  # the thread has more to do
             self._failed(identity, said(error) or type(error).__name__)
         finally:
             self._due.remove(name)
             self._bell.ring()
 
-    def _copy_now(self, path: Location, identity: Identity, name: str) -> None:
+    def _copy_now(self, path: Location, identity: Identity, name: str, free: Callable[[], None]) -> None:
         came, failure = self._exchange(path, self._world.token(name))
 
         def conclude(told: dict[int, bytes]) -> bytes:
@@ -142,7 +145,7 @@ class Peers:
             receivers = {sender: rank for rank, (senders, _) in given.items() for sender in senders}
             self._tier.note_copies(identity, receivers)
             if len(receivers) == len(self._every):
-                self._run.delete()
+                free()
             texts = [f"rank {rank}: {text}" for rank, (_, text) in given.items() if text]
             return pack([[*receivers.items()], texts, self._tier.deleted()])
 
@@ -203,3 +206,19 @@ class Peers:
             else:
                 self._links[sender, receiver] = link
                 return
+
+
+_every: weakref.WeakSet[Peers] = weakref.WeakSet()
+_parents: list[Link] = []
+"""In a forked child, the links of its parent: their threads are there, and to end them here would wait for these."""
+
+
+def _after_fork() -> None:
+    for one in list(_every):
+        one._attempts.clear()
+        one._due.clear()
+        _parents.extend(one._links.values())
+        one._links.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

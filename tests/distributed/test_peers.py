@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from datastates.commit import carry, hosts
 from datastates.draining import peers
 from datastates.errors import SettingsError, StorageError
 from datastates.ranks.link import Link
+from datastates.storage import Location
 
 pytestmark = pytest.mark.usefixtures("links")
 EVERY = [f"rank-0000{rank}.pt" for rank in range(RANKS)]
@@ -215,6 +218,25 @@ def test_a_newer_checkpoint_goes_first(job: Any, tmp_path: Path, monkeypatch: py
     meet = threading.Barrier(RANKS)
     assert job(do, peers=1) == [None] * RANKS
     assert sent == {"step-00000001", "step-00000004"}
+
+
+def test_a_forked_child_closes_at_once(job: Any) -> None:
+    def do(ckpt: ds.Checkpointer, state: Any, rank: int) -> Any:
+        copied(1)(ckpt, state, rank)
+        meet.wait(50)
+        kept = ckpt._place.peers
+        assert kept is not None
+        kept._attempts[Location("/later")] = (2, "0" * 8)
+        if rank == 0 and (child := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends a child that hangs
+            kept.close()
+            os._exit(len(kept._links))
+        kept._attempts.clear()
+        return os.waitpid(child, 0)[1] if rank == 0 else 0
+
+    meet = threading.Barrier(RANKS)
+    assert job(do, peers=1) == [0] * RANKS
 
 
 def test_what_the_setting_needs(tmp_path: Path, threads: Any, caplog: pytest.LogCaptureFixture, job: Any) -> None:
