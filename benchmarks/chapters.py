@@ -243,6 +243,13 @@ CHAPTERS = {
             Figure("loop, steps a second", _times("steps")),
         ),
     ),
+    "copies-tmpfs": Chapter(
+        "From one host to another",
+        "{bytes}",
+        "A container in memory is brought to another process on the same machine, and written there. Raw is as many "
+        "bytes through gloo alone. CPU seconds are those of both processes.",
+        (Figure("GB/s", _rate("seconds")), Figure("CPU s", _times("cpu"))),
+    ),
     "meshes": Chapter(
         "JAX's sharded trees",
         "{bytes}, {devices} devices",

@@ -17,6 +17,7 @@ import torch
 import cadence
 import call
 import capture
+import copies
 import durable
 import export
 import files
@@ -68,6 +69,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "export": export.run,
         "buckets": _buckets,
         "drains": _drains,
+        "copies-tmpfs": copies.run,
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),
@@ -81,6 +83,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "durable-tmpfs": partial(durable.run, tmpfs=True),
         "load-tmpfs": partial(loading.run, cold=False),
         "load-cold": partial(loading.run, cold=True),
+        "copies-tmpfs": copies.run,
         "ranks": ranks.run,
         "reshard-large": partial(reshard.run, large=True),
     },

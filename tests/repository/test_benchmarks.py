@@ -165,6 +165,14 @@ def test_the_benchmark_of_drains(scratch: Path, tmp_path: Path) -> None:
     assert all(one["seconds"] > 0 < one["steps"] for system in samples.values() for one in system)
 
 
+@pytest.mark.by_hand
+def test_the_benchmark_of_copies(scratch: Path, tmp_path: Path) -> None:
+    report = run_suite("cpu", scratch, tmp_path / "docs", only=["copies-tmpfs"])
+    samples = report["benchmarks"]["copies-tmpfs"]["samples"]
+    assert {"raw", "datastates"} == set(samples)
+    assert all(one["seconds"] > 0 < one["cpu"] for system in samples.values() for one in system)
+
+
 MACHINE = {
     **dict.fromkeys(("cpu", "kernel", "storage", "python", "datastates"), "some"),
     "cores": 2,
