@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from datastates.container import archive, checksums, pickle_reader, pickle_write
 from datastates.container.index import Index, StoredObject, decode_index
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.table import Row, ShardTable
-from datastates.errors import CorruptError, FormatError, StorageError, naming
+from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.planning import read
 from datastates.planning.plans import Chunks
 from datastates.state.shards import StoredArray, full_key
@@ -162,19 +163,27 @@ def read_index(path: Location, expected: int | None = None) -> EncodedIndex:
     ``expected``: the length that it should have.
     """
     nbytes, ending = store_of(path).ending(path, archive.GUESS, expected)
-    with naming(str(path)):
+    with _naming(path):
         index, footer = archive.find_index(ending, reader(path), nbytes)
     at = max(0, footer.offset - (nbytes - len(ending)))
     return EncodedIndex(path, nbytes, ending[max(0, at - _BEFORE) : at], index, footer)
 
 
 def _decoded(read: EncodedIndex) -> Container:
-    with naming(str(read.path)):
+    with _naming(read.path):
         index = decode_index(read.index, read.nbytes)
     begin = index.pickle_offset - (read.footer.offset - len(read.before))
     end = begin + index.pickle_nbytes
     pickle = read.before[begin:end] if 0 <= begin <= end <= len(read.before) else None
     return Container(read.path, read.nbytes, index, read.footer.crc, read.footer.offset, pickle)
+
+
+@contextlib.contextmanager
+def _naming(path: Location) -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
