@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from datastates._base.columns import I64, Bools
-from datastates.container.table import BOX, FLAT, Row, ShardTable
+from datastates.container.part_columns import PartColumns
+from datastates.container.table import BOX, Row, ShardTable
 from datastates.planning.plans import DigestRuns
 from datastates.state.runs import grid, pairs
 from datastates.state.strides import row_major, row_majors
-from datastates.state.tensor_scan import ITEMSIZES, by_ndim, contiguous
+from datastates.state.tensor_scan import ITEMSIZES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,37 +84,29 @@ class Places:
 
 def places_of(table: ShardTable) -> Places:
     """Find the places of all rows of a table that has been checked."""
-    n = len(table)
-    at, global_at, place_at = table.starts
-    numel, in_order = contiguous(table.ndim, table.dims, table.strides)
-    in_order |= numel == 0
-    total, run, step = numel.copy(), numel.copy(), numel.copy()
-    begin, count = np.zeros(n, np.int64), np.ones(n, np.int64)
-    flat = np.flatnonzero(table.part == FLAT)
-    begin[flat] = table.place[place_at[flat]]
-    for rows, columns in by_ndim(flat, table.global_ndim, global_at):
-        total[rows] = table.global_dims[columns].astype(np.int64).prod(axis=1)
-    boxes = np.flatnonzero((table.part == BOX) & (numel > 0))
-    for rows, columns in by_ndim(boxes, table.ndim, at):
-        shape = table.dims[columns].astype(np.int64)
-        width = np.arange(shape.shape[1])
-        whole = table.global_dims[global_at[rows][:, None] + width].astype(np.int64)
-        place = table.place[place_at[rows][:, None] + width].astype(np.int64)
-        inner, partial = row_majors(whole), shape != whole
-        # A run spans the last partial dimension and all dimensions behind it. A stretch spans further: it begins with
-        # the partial dimension before that one.
-        last = _last(partial)
-        first = _last(partial & (width < last[:, None]))
-        spans = np.append(np.cumprod(shape[:, ::-1], axis=1)[:, ::-1], np.ones((len(rows), 1), np.int64), axis=1)
-        each = np.arange(len(rows))
-        total[rows] = whole.prod(axis=1)
-        begin[rows] = (place * inner).sum(axis=1)
-        run[rows] = spans[each, last]
-        count[rows] = spans[each, first] // spans[each, last]
-        step[rows] = np.where(last > 0, inner[each, last - 1], run[rows]) if len(width) else 1
+    columns = PartColumns.of(table, np.arange(len(table)), 1)
+    shape, whole, numel = columns.shape, columns.global_shape, columns.numel
+    # A run spans the last partial dimension of a box and all dimensions behind it; all of another row is one run. A
+    # stretch spans further: it begins with the partial dimension before that one.
+    partial = (shape != whole) & ((table.part == BOX) & (numel > 0))[:, None]
+    last = _last(partial)
+    first = _last(partial & (np.arange(shape.shape[1]) < last[:, None]))
+    each = np.arange(len(table))
+    spans = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
+    run = spans[each, last]
+    count = np.where(numel > 0, spans[each, first] // np.maximum(run, 1), 1)
+    step = np.where(last > 0, row_majors(whole)[each, last - 1], run)
+    total, begin = whole.prod(axis=1), columns.begin
     itemsize = ITEMSIZES[table.dtype].astype(np.int64)
     return Places(
-        table, numel * itemsize, total * itemsize, begin * itemsize, run * itemsize, count, step * itemsize, in_order
+        table,
+        numel * itemsize,
+        total * itemsize,
+        begin * itemsize,
+        run * itemsize,
+        count,
+        step * itemsize,
+        columns.in_order,
     )
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from datastates._base.columns import I64, U8, U64, Bools
+from datastates._base.columns import I64, U8, Bools
 from datastates.container.table import FLAT, WHOLE, ShardTable
 from datastates.state.parts import Part
-from datastates.state.strides import row_majors
+from datastates.state.strides import aligned, are_row_major, row_majors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,8 @@ class PartColumns:
 
         All matrices have the same width.
         """
-        numel, is_flat, steps = shape.prod(axis=1), kind == FLAT, row_majors(shape)
-        in_order = ((stride == steps) | (shape == 1)).all(axis=1) | (numel == 0)
+        numel, is_flat = shape.prod(axis=1), kind == FLAT
+        in_order = are_row_major(shape, stride) | (numel == 0)
         begin, is_range = np.zeros_like(numel), np.ones(len(numel), bool)
         some = np.flatnonzero(kind != WHOLE)
         if len(some):
@@ -124,20 +124,3 @@ def _equal(one: I64, other: I64) -> Bools:
     filled = more.shape[1] - fewer.shape[1]
     equal: Bools = (more[:, filled:] == fewer).all(axis=1) & (more[:, :filled] == 1).all(axis=1)
     return equal
-
-
-def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> I64:
-    """Copy tuples that lie end to end in ``numbers`` into rows of a matrix: aligned to the right, filled on the left.
-
-    Args:
-        numbers: The tuples' numbers.
-        starts: For each tuple, the number of its first entry in ``numbers``.
-        counts: The length of each tuple. Of a tuple longer than ``width``, the first numbers are left out.
-        width: Length of the rows.
-        filler: Fills the rows.
-    """
-    at = np.arange(width) - width + counts[:, None]
-    result = np.full(at.shape, filler, np.int64)
-    given = at >= 0
-    result[given] = numbers[(starts[:, None] + at)[given]]
-    return result

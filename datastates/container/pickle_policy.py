@@ -92,8 +92,6 @@ def _string_dtype(coerce: object, *missing: Any) -> Any:
     """Make NumPy's type of strings of any length; ``missing`` is the object that stands for a missing string."""
     if type(coerce) not in (int, bool) or len(missing) > 1:
         raise FormatError("a NumPy type of strings is made from arguments that NumPy does not write")
-    if not hasattr(np.dtypes, "StringDType"):
-        raise ImportError("a value is of NumPy's StringDType: install NumPy 2.0 or newer")
     named = {"na_object": missing[0]} if missing else {}
     return np.dtypes.StringDType(coerce=bool(coerce), **named)
 

@@ -88,8 +88,10 @@ class StoredRows(Mapping[str, Row]):
     def __init__(self, index: Index, provider: str) -> None:
         """Find the provider's rows; there may be none."""
         self.index = index
+        is_first = np.ones(len(index.shards), bool)
+        is_first[[number for _, *others in index.shards.parts.values() for number in others]] = False
         numbers = np.array(index.shards.of_provider(provider), np.int64)
-        self.in_order: I64 = numbers[index.shards.by_key.is_first[numbers]]
+        self.in_order: I64 = numbers[is_first[numbers]]
         self.keys_in_order = index.shards.packed_keys.some(self.in_order)
         self._number: dict[str, int] = dict(zip(self.keys_in_order, self.in_order.tolist(), strict=True))
         self._made: dict[str, Row] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates._base.cached import cached_property
 from datastates._base.columns import I64, U8, U32, U64
-from datastates.container.key_table import KeyLookup, PackedKeys
+from datastates.container.key_table import PackedKeys
 from datastates.errors import FormatError
 from datastates.state import dtypes
 from datastates.state.parts import Part
@@ -133,9 +133,35 @@ class ShardTable:
         return PackedKeys.of(self.keys)
 
     @cached_property
-    def by_key(self) -> KeyLookup:
-        """A look-up of row numbers by full key."""
-        return KeyLookup(None if self.bare else self.providers, self.provider, self.packed_keys)
+    def by_key(self) -> dict[str, int]:
+        """The number of the first row with each full key, in the order of the rows."""
+        by_key: dict[str, int] = {}
+        for number, full in enumerate(self._full_keys()):
+            by_key.setdefault(full, number)
+        return by_key
+
+    @cached_property
+    def parts(self) -> dict[int, list[int]]:
+        """For each key that several rows have: by the number of the first of these rows, those of all of them."""
+        parts: dict[int, list[int]] = {}
+        for number, full in enumerate(self._full_keys() if len(self.by_key) < len(self) else ()):
+            parts.setdefault(self.by_key[full], []).append(number)
+        return {first: rows for first, rows in parts.items() if len(rows) > 1}
+
+    def _full_keys(self) -> list[str]:
+        prefixes, keys = self._prefixes, zip(self.provider.tolist(), self.keys, strict=True)
+        return [prefixes[provider] + key if key else prefixes[provider][:-1] for provider, key in keys]
+
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        return [""] if self.bare else [full_key(name, "") + "/" for name in self.providers]
+
+    def find(self, fulls: Iterable[str]) -> tuple[I64, I64]:
+        """Find the rows with any of these full keys: two columns, the number of the key and that of the row."""
+        firsts = [(i, self.by_key[full]) for i, full in enumerate(fulls) if full in self.by_key]
+        found = [(i, row) for i, first in firsts for row in self.parts.get(first, (first,))]
+        which, rows = np.array(found, np.int64).reshape(-1, 2).T
+        return which, rows
 
     def of_provider(self, name: str) -> list[int]:
         """The numbers of one provider's rows."""
@@ -152,8 +178,7 @@ class ShardTable:
         chosen = np.asarray(numbers, np.int64)
         begins = zip(*[starts[chosen].tolist() for starts in self.starts], strict=True)
         described = zip(*[getattr(self, name)[chosen].tolist() for name in _NUMBERS], strict=True)
-        prefixes = [""] if self.bare else [full_key(name, "") + "/" for name in self.providers]
-        keys, dims, strides = self.keys, self.dims, self.strides
+        prefixes, keys, dims, strides = self._prefixes, self.keys, self.dims, self.strides
         for i, (begin, global_begin, place_begin), own in zip(numbers, begins, described, strict=True):
             provider, kind, dtype, record, offset, part, ndim, global_ndim, digest, digested = own
             shape = tuple(dims[begin : begin + ndim].tolist())
@@ -185,7 +210,7 @@ class ShardTable:
 
     def repeated(self) -> Iterator[list[Row]]:
         """For each key that several rows have, these rows: the parts of one tensor."""
-        repeated = self.by_key.repeated
+        repeated = self.parts.values()
         every = self.rows([number for numbers in repeated for number in numbers])  # at once, as there may be many
         return (list(itertools.islice(every, len(numbers))) for numbers in repeated)
 
@@ -234,7 +259,7 @@ class ShardTable:
 
     def _refuse_repeats(self) -> None:
         """Raise FormatError if rows of one key are not parts of one tensor."""
-        for numbers, (first, *others) in zip(self.by_key.repeated, self.repeated(), strict=True):
+        for numbers, (first, *others) in zip(self.parts.values(), self.repeated(), strict=True):
             if (self.part[numbers] == WHOLE).any():
                 raise FormatError("index: two rows have the same key")
             if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):

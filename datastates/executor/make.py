@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datastates._base.free_memory import host_memory, local_ranks
 from datastates.config import IoSettings
-from datastates.executor.cache_size import automatic_cache
 from datastates.executor.executor import Executor
 from datastates.state import devices
+
+_SHARE = 4
+"""The part of the available memory that a host cache of no given size takes, shared by the local ranks."""
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
@@ -15,7 +18,7 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
         settings: Settings of I/O, with the size of the host cache.
         nbytes: Bytes of the state, if known. The host cache is then no larger than the state, but at least two blocks.
     """
-    cache = automatic_cache() if settings.host_cache == "auto" else settings.host_cache
+    cache = host_memory() // _SHARE // local_ranks() if settings.host_cache == "auto" else settings.host_cache
     if nbytes is not None:
         cache = min(cache, -(-nbytes // settings.block) * settings.block)
     return Executor(settings, max(cache, 2 * settings.block))

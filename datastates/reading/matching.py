@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from datastates._base.columns import I32, I64, U64, Bools
-from datastates.container.part_columns import PartColumns, aligned
+from datastates.container.part_columns import PartColumns
 from datastates.container.table import BOX, WHOLE, table_of
 from datastates.reading.read_queue import Ranges
 from datastates.reading.reads import Reads
@@ -20,6 +20,7 @@ from datastates.reading.tensors import Held
 from datastates.state import arrays, devices, parts, tensor_scan
 from datastates.state.destinations import Destinations
 from datastates.state.shards import Buffer, Shard
+from datastates.state.strides import aligned
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from datastates.commit.catalog import Catalog, Holders
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.gathering import Gathering
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
-from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
 from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.table import Row
@@ -270,12 +268,9 @@ class Stored:
                 asked.setdefault(rank, []).append(number)
         self.open_containers(asked, needed=True)
         held: list[Held] = []
-        keys = {}
         for rank in sorted(asked.keys() - self.lost.keys()):
-            source, numbers = self._opened[rank], tuple(asked[rank])
-            if numbers not in keys:  # most containers have parts of the same tensors
-                keys[numbers] = AskedKeys([wanted[number][0].key for number in numbers])
-            which, row = source.shards.by_key.rows(keys[numbers])
+            source, numbers = self._opened[rank], asked[rank]
+            which, row = source.shards.find([wanted[number][0].key for number in numbers])
             held += self.placed(source, np.array(numbers)[which], row)
         return Found([like for like, _ in wanted], held)
 
@@ -300,9 +295,12 @@ class Stored:
         """The rows of a rank's container by full key: its parts of each tensor. Keys that it lacks are left out."""
         if (source := self.container(rank)) is None:
             return {}
-        found = source.index.shards.by_key.find(fulls)
-        rows = source.index.shards.rows([number for numbers in found.values() for number in numbers])
-        return {full: list(itertools.islice(rows, len(numbers))) for full, numbers in found.items()}
+        fulls = list(dict.fromkeys(fulls))
+        which, numbers = source.index.shards.find(fulls)
+        found: dict[str, list[Row]] = {}
+        for i, row in zip(which.tolist(), source.index.shards.rows(numbers.tolist()), strict=True):
+            found.setdefault(fulls[i], []).append(row)
+        return found
 
     def _row(self, rank: int, full: str) -> Row | None:
         return next(iter(self.rows(rank, [full]).get(full, ())), None)

@@ -19,7 +19,6 @@ from datastates._base.cached import cached_property
 from datastates._base.columns import I64
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
-from datastates.container.key_table import AskedKeys
 from datastates.container.pickle_native import read_plain
 from datastates.container.pickle_reader import Trust
 from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, place_of, same_places
@@ -62,7 +61,7 @@ def load(
     tables = [source.shards for source in sources]
     tensors = _numbered(tables)
     # a part in a single file is read as a tensor of its own
-    apart = stored.head.is_file and not tables[0].by_key.repeated
+    apart = stored.head.is_file and not tables[0].parts
     held = [
         one
         for source, tensor in zip(sources, tensors, strict=True)
@@ -180,10 +179,10 @@ def _merged(first: Any, second: Any) -> Any:
 
 def _numbered(tables: Sequence[ShardTable]) -> list[I64]:
     """For each row of some tables, the number of its tensor among the tensors of all."""
-    if len(tables) == 1 and not tables[0].by_key.repeated:
+    if len(tables) == 1 and not tables[0].parts:
         return [np.arange(len(tables[0]))]
-    asked = AskedKeys(list(dict.fromkeys(key for table in tables for key in table.by_key)))
-    found = [table.by_key.rows(asked) for table in tables]
+    asked = dict.fromkeys([key for table in tables for key in table.by_key])
+    found = [table.find(asked) for table in tables]
     return [tensor[np.argsort(row)] for tensor, row in found]
 
 

@@ -13,7 +13,7 @@ from datastates._base import gc_pause
 from datastates.state import arrays, devices, dtypes, tensor_scan
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard, Shards
-from datastates.state.strides import span
+from datastates.state.strides import aligned, are_row_major, span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +130,11 @@ def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> 
         return [None] * len(values)
     storages = [t.untyped_storage().data_ptr() for t in values]
     views = Counter(storages)
-    count, contiguous = tensor_scan.contiguous(seen.ndim, seen.dims, seen.strides)
-    nbytes = count * tensor_scan.ITEMSIZES[seen.dtype].astype(np.int64)
+    ndim = seen.ndim.astype(np.int64)
+    starts, width = np.cumsum(ndim) - ndim, int(ndim.max(initial=0))
+    shapes, steps = (aligned(column, starts, ndim, width, 1) for column in (seen.dims, seen.strides))
+    contiguous = are_row_major(shapes, steps)
+    nbytes = shapes.prod(axis=1) * tensor_scan.ITEMSIZES[seen.dtype].astype(np.int64)
     places = zip(
         seen.address.tolist(),
         nbytes.tolist(),
@@ -141,11 +144,8 @@ def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> 
     )
     names = [dtype.name for dtype in dtypes.ALL]
     dims, strides = seen.dims.tolist(), seen.strides.tolist()
-    ends = np.cumsum(seen.ndim, dtype=np.int64)
-    begins = (ends - seen.ndim).tolist()
-    rows = zip(
-        keys, lazy, seen.dtype.tolist(), begins, ends.tolist(), places, contiguous.tolist(), storages, strict=True
-    )
+    at = zip(starts.tolist(), (starts + ndim).tolist(), strict=True)
+    rows = zip(keys, lazy, seen.dtype.tolist(), at, places, contiguous.tolist(), storages, strict=True)
     return [
         Shard(
             key=key,
@@ -160,7 +160,7 @@ def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> 
         )
         if straight and views[storage] == 1
         else None
-        for key, is_lazy, dtype, a, b, place, straight, storage in rows
+        for key, is_lazy, dtype, (a, b), place, straight, storage in rows
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import I64
+from datastates._base.columns import I64, U64, Bools
 
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
@@ -23,6 +23,29 @@ def row_majors(shapes: I64) -> I64:
     """Row-major strides of many shapes. ``shapes`` and the result are matrices with a row for each shape."""
     beyond = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     return np.append(beyond, np.ones((len(shapes), min(1, shapes.shape[1])), np.int64), axis=1)
+
+
+def are_row_major(shapes: I64, strides: I64) -> Bools:
+    """Whether each of many arrays that have elements is contiguous in memory, in row-major order."""
+    alike: Bools = ((strides == row_majors(shapes)) | (shapes == 1)).all(axis=1)
+    return alike
+
+
+def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> I64:
+    """Copy tuples that lie end to end in ``numbers`` into rows of a matrix: aligned to the right, filled on the left.
+
+    Args:
+        numbers: The tuples' numbers.
+        starts: For each tuple, the number of its first entry in ``numbers``.
+        counts: The length of each tuple. Of a tuple longer than ``width``, the first numbers are left out.
+        width: Length of the rows.
+        filler: Fills the rows.
+    """
+    at = np.arange(width) - width + counts[:, None]
+    result = np.full(at.shape, filler, np.int64)
+    given = at >= 0
+    result[given] = numbers[(starts[:, None] + at)[given]]
+    return result
 
 
 def is_row_major(shape: tuple[int, ...], stride: Sequence[int]) -> bool:

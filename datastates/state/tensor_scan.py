@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from datastates._base.columns import I32, I64, U8, U64
 from datastates._base.loaded import loaded
 from datastates.state import dtensors, dtypes
 from datastates.state.devices import number_in_dlpack
-from datastates.state.strides import row_majors
 
 ITEMSIZES: U64 = np.array([dtype.itemsize for dtype in dtypes.ALL], np.uint64)
 """Bytes of an element, by the number of its element type (:attr:`datastates.state.dtypes.DType.code`)."""
@@ -168,37 +167,3 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
         if seen is not None:
             codes[int(np.frombuffer(seen[2], np.int64)[0])] = dtype.code
     return codes.get
-
-
-def by_ndim(rows: I64, ndim: U8, starts: I64) -> Iterator[tuple[I64, I64]]:
-    """Group tensors by their number of dimensions.
-
-    Args:
-        rows: Numbers of the tensors to group.
-        ndim: Number of dimensions of each tensor.
-        starts: Where the entries of each tensor begin in a column of shapes or strides.
-
-    Yields:
-        For each group, the tensors' numbers, and a matrix with a row for each: the places of its entries in the column.
-    """
-    own = ndim[rows]
-    for n in np.flatnonzero(np.bincount(own)).tolist():
-        chosen = rows[own == n]
-        yield chosen, starts[chosen][:, None] + np.arange(n)
-
-
-def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """For each of many tensors, its number of elements, and whether it is contiguous in row-major order.
-
-    Args:
-        ndim: Number of dimensions of each tensor.
-        dims: Shapes, end to end.
-        strides: Strides in elements, end to end.
-    """
-    starts = np.cumsum(ndim, dtype=np.int64) - ndim
-    count, result = np.ones(len(ndim), np.int64), np.ones(len(ndim), bool)
-    for rows, entries in by_ndim(np.arange(len(ndim)), ndim, starts):
-        sizes, steps = dims[entries].astype(np.int64), strides[entries].astype(np.int64)
-        count[rows] = sizes.prod(axis=1)
-        result[rows] = ((steps == row_majors(sizes)) | (sizes == 1)).all(axis=1)
-    return count, result

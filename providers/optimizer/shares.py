@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,74 +18,8 @@ from datastates.state.keys import state_key
 from datastates.state.shards import ArrayRef, Buffer, Shard
 
 
-class Share(ABC):
-    """The states that an optimizer keeps for one of its parameters, as parts of logical parameters' states.
-
-    Attributes:
-        tensors: Arrays that exist independently of the optimizer, by the state's name.
-        parameter: The optimizer's parameter, under which it keeps all other states; None if it keeps none.
-        group: Number of the parameter group, from 0.
-    """
-
-    tensors: Mapping[str, Any]
-    parameter: Any
-    group: int
-
-    @property
-    @abstractmethod
-    def names(self) -> Sequence[Name]:
-        """All logical parameters whose states are shared out together, on any rank."""
-
-    @property
-    @abstractmethod
-    def held(self) -> Sequence[Name]:
-        """The parameters that have elements in this share; if none has, :attr:`scalar_source` alone."""
-
-    @property
-    @abstractmethod
-    def form(self) -> object:
-        """An object that is equal for two shares if they make the same shards of an array."""
-
-    @property
-    @abstractmethod
-    def scalar_source(self) -> Name:
-        """The parameter whose stored scalar states a restore takes for this share."""
-
-    @abstractmethod
-    def shards(self, state: str, array: Shard) -> list[Shard]:
-        """The shards that this rank saves of one state's array.
-
-        Args:
-            state: Name of the state.
-            array: The array, described as a whole.
-
-        Raises:
-            ProviderError: The array does not fit the share.
-        """
-
-    @abstractmethod
-    def destinations(self, state: str, array: Any) -> list[Shard]:
-        """The shards through which a restore fills one state's live array.
-
-        Args:
-            state: Name of the state.
-            array: The live array.
-
-        Raises:
-            ProviderError: The array does not fit the share.
-        """
-
-    @abstractmethod
-    def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """Whether a state is one number for each parameter, given its stored arrays by parameter."""
-
-    @abstractmethod
-    def fresh(self, ref: ArrayRef) -> Any:
-        """Make a new array, on the parameter's device, for a state that is no scalar. ``ref`` is its stored array."""
-
-
 @dataclass(frozen=True, eq=False)
-class Partition(Share):
+class Partition:
     """One rank's flat partition of the states of many parameters.
 
     Attributes:
@@ -106,12 +39,12 @@ class Partition(Share):
 
     @property
     def form(self) -> object:
-        """The layout of the flat arrays, which alone decides their shards."""
+        """An object that is equal for two shares if they make the same shards of an array: the layout."""
         return self.layout
 
     @property
     def names(self) -> Sequence[Name]:
-        """All parameters of the layout."""
+        """All parameters of the layout, on any rank."""
         return [name for name, _ in self.layout.parameters]
 
     @property
@@ -121,11 +54,20 @@ class Partition(Share):
 
     @property
     def scalar_source(self) -> Name:
-        """The first parameter that has a slice here; in a partition of padding only, the last of all parameters."""
+        """The parameter whose stored scalar states a restore takes: the first that has a slice here.
+
+        In a partition of padding only, it is the last of all parameters.
+        """
         return self.layout.slices[0].name if self.layout.slices else self.layout.parameters[-1][0]
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
-        """Flat ranges, in buffers without padding; for a scalar, one shard for each parameter that begins here."""
+        """The shards that this rank saves of one state's array, which is described as a whole.
+
+        They are flat ranges, in buffers without padding; for a scalar, one shard for each parameter that begins here.
+
+        Raises:
+            ProviderError: The array does not fit the share.
+        """
         if array.shape == ():
             return [replace(array, key=state_key(name, state)) for name in self.layout.owned]
         self._check(state, array)
@@ -140,7 +82,13 @@ class Partition(Share):
         return result
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
-        """Describe views of the live array without its padding; a scalar as it is."""
+        """The shards through which a restore fills one state's live array.
+
+        They are views of it without its padding; a scalar as it is.
+
+        Raises:
+            ProviderError: The array does not fit the share.
+        """
         whole = arrays.destination(state_key(self.scalar_source, state), array)
         if whole.shape == ():
             return [whole]
@@ -151,7 +99,7 @@ class Partition(Share):
         return [_part(p, state, own, own.buffer, 0) for p, own in zip(self.layout.slices, described, strict=True)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """Whether a state, such as ``step``, is stored as a number, not as a tensor of the parameter's shape.
+        """Whether a state, such as ``step``, is one number for each parameter, given its stored arrays by parameter.
 
         A parameter with dimensions tells it. If all stored parameters are numbers themselves, only ``step`` counts.
         """
@@ -161,7 +109,10 @@ class Partition(Share):
         return state == "step"
 
     def fresh(self, ref: ArrayRef) -> Any:
-        """Make zeros for the whole partition: undefined values in the padding could disturb training."""
+        """Make a new array, on the parameter's device, for a state that is no scalar. ``ref`` is its stored array.
+
+        It is zeros for the whole partition: undefined values in the padding could disturb training.
+        """
         return self.parameter.detach().new_zeros(self.layout.numel, dtype=_torch_dtype(ref))
 
     def _check(self, state: str, array: Shard) -> None:
@@ -172,47 +123,25 @@ class Partition(Share):
             )
 
 
-@dataclass(frozen=True, eq=False)
-class WholeParameter(Share):
+class WholeParameter(Partition):
     """The states of one parameter, all on one rank, of any shapes. On the other ranks ``parameter`` is None."""
 
-    name: Name
-    parameter: Any
-    group: int
-    tensors: Mapping[str, Any] = field(default_factory=dict, init=False)
-
-    @property
-    def form(self) -> object:
-        """The parameter's name."""
-        return self.name
-
-    @property
-    def names(self) -> Sequence[Name]:
-        """The parameter's name alone."""
-        return [self.name]
-
-    @property
-    def held(self) -> Sequence[Name]:
-        """The parameter's name alone."""
-        return [self.name]
-
-    @property
-    def scalar_source(self) -> Name:
-        """The parameter's name."""
-        return self.name
+    def __init__(self, name: Name, parameter: Any, group: int) -> None:
+        """Take the parameter, or None, under its name, and the number of its group."""
+        super().__init__(FlatLayout(((name, ()),), (), 0), {}, parameter, group)
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
         """The array as one whole shard."""
-        return [replace(array, key=state_key(self.name, state))]
+        return [replace(array, key=state_key(self.scalar_source, state))]
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
         """The live array as one whole shard."""
-        return [arrays.destination(state_key(self.name, state), array)]
+        return [arrays.destination(state_key(self.scalar_source, state), array)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
         """Whether the stored array has no dimension."""
         del state
-        return stored[self.name].shape == ()
+        return stored[self.scalar_source].shape == ()
 
     def fresh(self, ref: ArrayRef) -> Any:
         """Make an uninitialized array; if it has the parameter's shape, it has the parameter's strides, as in torch."""
@@ -256,7 +185,9 @@ class Spread:
 
     @classmethod
     @gc_pause.paused()
-    def of(cls, shares: Sequence[Share], found: Sequence[tuple[int, str, object]], whole: Sequence[Shard]) -> Spread:
+    def of(
+        cls, shares: Sequence[Partition], found: Sequence[tuple[int, str, object]], whole: Sequence[Shard]
+    ) -> Spread:
         """Ask the shares for their shards.
 
         Args:

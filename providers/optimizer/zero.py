@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.shares import Share, Spread, WholeParameter
+from datastates.providers.optimizer.shares import Partition, Spread, WholeParameter
 from datastates.providers.optimizer.state_dict_tree import groups_of
 from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import arrays, memory, subclasses
@@ -76,7 +76,7 @@ class ShardedZeroProvider(StateProvider):
     """
 
     def __init__(
-        self, name: str, shares: Sequence[Share], *, optimizer: Any = None, param_groups: Groups | None = None
+        self, name: str, shares: Sequence[Partition], *, optimizer: Any = None, param_groups: Groups | None = None
     ) -> None:
         """Describe flat partitions; for ``ZeroRedundancyOptimizer`` there is :meth:`from_zero_redundancy`.
 
@@ -117,7 +117,7 @@ class ShardedZeroProvider(StateProvider):
         self._describer = Describer()
         self._forms = [share.form for share in shares]
         self._spread: Spread | None = None
-        self._pending: list[tuple[Share, dict[str, Any]]] = []
+        self._pending: list[tuple[Partition, dict[str, Any]]] = []
 
     @classmethod
     def from_zero_redundancy(
@@ -156,7 +156,7 @@ class ShardedZeroProvider(StateProvider):
         ]
         return cls(name, shares, optimizer=_ZeroRedundancy(optimizer))
 
-    def _own_states(self, share: Share) -> Mapping[str, Any]:
+    def _own_states(self, share: Partition) -> Mapping[str, Any]:
         """The states that the optimizer keeps for a share; empty before its first step."""
         return {} if share.parameter is None else self._optimizer.state.get(share.parameter, {})
 
@@ -259,7 +259,7 @@ class ShardedZeroProvider(StateProvider):
         found.shards += [arrays.destination(k, memory.empty(found.known[k])) for k in inner]
         return True
 
-    def _match_states(self, share: Share, found: _Found) -> None:
+    def _match_states(self, share: Partition, found: _Found) -> None:
         """Give a share the states that are stored: arrays are read in place, numbers are set by :meth:`restore`."""
         live = self._own_states(share)
         stored: dict[str, dict[Name, ArrayRef]] = {}

@@ -1,13 +1,14 @@
-"""Packed keys are text; a look-up finds each one and notices equal ones, even where hashes collide."""
+"""Packed keys are text; a table finds each row by its full key, and notices equal ones."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.container.key_table import KeyLookup, PackedKeys
+from datastates.container.key_table import PackedKeys
+from datastates.container.table import ShardTable
 from datastates.errors import FormatError
 from datastates.state.shards import full_key
 
@@ -23,17 +24,8 @@ def test_packed_keys_are_the_strings(strings: list[str]) -> None:
     packed = PackedKeys.of(strings)
     assert list(packed) == [packed[i] for i in range(len(packed))] == packed[:] == strings
     assert packed.data == b"".join(s.encode("utf-8", "surrogatepass") for s in strings)
-    again = PackedKeys(packed.data, packed.nbytes)
-    assert list(again) == strings
-    assert (again.hashes() == packed.hashes()).all()
-
-
-@given(st.lists(TEXT, min_size=2, max_size=20))
-@example(["", "\x01", "\x02\x00"])  # bytes that are the number of bytes
-def test_equal_keys_have_one_hash_and_others_their_own(strings: list[str]) -> None:
-    hashes = PackedKeys.of(strings).hashes().tolist()
-    assert len(set(hashes)) == len(set(strings))
-    assert hashes[0] == PackedKeys.of(strings[:1]).hashes()[0]
+    assert packed.some(np.arange(len(strings))[::2]) == strings[::2]
+    assert list(PackedKeys(packed.data, packed.nbytes)) == strings
 
 
 @pytest.mark.parametrize(
@@ -54,51 +46,53 @@ def test_keys_that_are_not_text_or_do_not_add_up_are_refused(data: bytes, nbytes
         PackedKeys(data, np.array(nbytes, np.uint32))
 
 
-def lookup_of(rows: list[tuple[int, str]], providers: list[str]) -> KeyLookup:
-    return KeyLookup(providers, np.array([p for p, _ in rows], np.uint32), PackedKeys.of([k for _, k in rows]))
+def table_of(rows: list[tuple[int, str]], providers: list[str]) -> ShardTable:
+    n = len(rows)
+    byte, none = np.zeros(n, np.uint8), np.zeros(0, np.uint64)
+    return ShardTable(
+        providers=tuple(providers),
+        provider=np.array([p for p, _ in rows], np.uint32),
+        keys=PackedKeys.of([k for _, k in rows]),
+        kind=byte,
+        dtype=byte,
+        record=np.zeros(n, np.uint32),
+        offset=np.zeros(n, np.uint64),
+        part=byte,
+        ndim=byte,
+        dims=none,
+        strides=none,
+        global_ndim=byte,
+        global_dims=none,
+        place=none,
+        digest=np.zeros(n, np.uint32),
+        digested=byte,
+    )
 
 
-@pytest.mark.parametrize("collide", [False, True])
+def found_in(table: ShardTable, fulls: list[str]) -> list[tuple[str, int]]:
+    which, rows = table.find(fulls)
+    return [(fulls[i], row) for i, row in zip(which.tolist(), rows.tolist(), strict=True)]
+
+
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3), LETTERS), unique=True, max_size=30),
     others=st.lists(LETTERS, max_size=10),
 )
-def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int, str]], others: list[str]) -> None:
+def test_a_row_is_found_by_its_full_key_only(rows: list[tuple[int, str]], others: list[str]) -> None:
     providers = ["a", "a/b", "", "é"]
     expected = {full_key(providers[p], key): i for i, (p, key) in enumerate(rows)}
-    with pytest.MonkeyPatch.context() as patch:
-        if collide:
-            patch.setattr(
-                "datastates.container.key_table._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
-            )
-        found = lookup_of(rows, providers)
-        assert dict(found) == expected
-        assert list(found) == list(expected)
-        assert found.repeated == []
-        for other in [*others, *(key + "/" for key in expected), *(key + "x" for key in expected)]:
-            assert found.get(other) == expected.get(other)
-        asked = [*others, *expected]
-        assert found.find(asked) == {key: [expected[key]] for key in asked if key in expected}
+    table = table_of(rows, providers)
+    assert list(table.by_key.items()) == list(expected.items())
+    assert table.parts == {}
+    asked = [*others, *(key + "/" for key in expected), *(key + "x" for key in expected), *expected]
+    assert found_in(table, asked) == [(key, expected[key]) for key in asked if key in expected]
 
 
-@pytest.mark.parametrize("collide", [False, True])
 @pytest.mark.parametrize("key", ["", "weight", "é" * 200])
-def test_the_same_key_twice_is_noticed(collide: bool, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if collide:
-        monkeypatch.setattr(
-            "datastates.container.key_table._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
-        )
-    assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeated == []
-    found = lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"])
-    assert found.repeated == [[1, 3]]
-    assert list(found) == [full_key("a", key), full_key("b", key), "a/other"]
-    assert len(found) == 3
-    assert found.find([full_key("b", key)]) == {full_key("b", key): [1, 3]}
-    assert found[full_key("b", key)] == 1
-
-
-def test_what_is_no_text_is_no_key() -> None:
-    found = lookup_of([(0, "")], [""])
-    assert 5 not in found
-    assert None not in found
-    assert list(found) == ["~4"]
+def test_the_same_key_twice_is_noticed(key: str) -> None:
+    assert table_of([(0, key), (1, key), (0, "other")], ["a", "b"]).parts == {}
+    table = table_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"])
+    assert table.parts == {1: [1, 3]}
+    full = full_key("b", key)
+    assert list(table.by_key.items()) == [(full_key("a", key), 0), (full, 1), ("a/other", 2)]
+    assert found_in(table, [full]) == [(full, 1), (full, 3)]
