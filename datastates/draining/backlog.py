@@ -16,11 +16,9 @@ class Backlog:
 
     Attributes:
         newest: The highest sequence number that the tier had when it was asked first; None before that.
-        late: Whether checkpoints of this run were numbered before the tier was asked.
     """
 
     newest: int | None = None
-    late = False
 
     def __init__(self, before: Sequence[Tier], target: Tier, keep: Keep) -> None:
         """Nothing is read yet; arguments as for :class:`~datastates.draining.drain.Drain`."""
@@ -75,7 +73,7 @@ class Backlog:
                     found.setdefault((one.step, one.attempt), []).append(one)
         for path in gone:
             self.drop(path)
-        arriving = [copies[0]._replace(sequence=self.number(copies[0])) for copies in found.values()]
+        arriving = [copies[0] for copies in found.values()]
         outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
         self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)
         for identity in self._unwanted:
@@ -86,11 +84,6 @@ class Backlog:
 
     def _is_whole(self, one: Committed) -> bool:
         return one.path.parent != self._target.root or retention.is_whole(self._target, one)
-
-    def number(self, one: Committed) -> int:
-        """The sequence number in the target: as in the first tier, unless it was given before the target was asked."""
-        number, ahead = one.sequence or 1, self.newest or 0
-        return number + ahead if self.late and number <= ahead and one.path in self._own else number
 
     def held(self, one: Committed) -> list[int]:
         """The ranks whose containers of a checkpoint are in reach of this process."""

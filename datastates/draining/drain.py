@@ -85,7 +85,9 @@ class Drain:
         self._keep, self._around = keep, around
         self._threads = Workers("datastates-drain", 1)
         self._bell, self._lock = Bell(), threading.Lock()
-        self._works = self._is_called = self._closing = self._asked = self._fenced = self._hurries = False
+        self._works = self._is_called = self._closing = self._asked = self._awaited = self._fenced = self._hurries = (
+            False
+        )
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
         self._told: tuple[object, ...] = ()  # the kind of the last failure
@@ -108,19 +110,15 @@ class Drain:
         self._call()
 
     def newest(self) -> int:
-        """A number above which new checkpoints are newer than all in the target.
+        """A number above which new checkpoints are newer than all in the target; 0 if it could not be asked yet.
 
-        Waits for the target, but not for long. Where it could not be asked in time, and turns out to be ahead, the
-        checkpoints of this run that were numbered meanwhile get higher numbers there, and later ones everywhere.
+        Waits for the target's first answer, but not for long, and only once.
         """
         self.begin()
-        backlog = self.backlog
-        if not backlog.late:
-            self._bell.wait_for(lambda: self._asked or backlog.newest is not None, _AHEAD)
-        if backlog.newest is None:
-            backlog.late = True
-            return 0
-        return 2 * backlog.newest if backlog.late else backlog.newest
+        if not self._awaited:
+            self._bell.wait_for(lambda: self._asked or self.backlog.newest is not None, _AHEAD)
+            self._awaited = True
+        return self.backlog.newest or 0
 
     def needs(self, one: Committed) -> bool:
         """Whether a checkpoint is still to be brought to the target."""
@@ -293,11 +291,11 @@ class Drain:
     def _bring_whole(self, run: Run, copies: list[Committed], found: Uncommitted | Location) -> bool:
         """Bring one checkpoint from the first of its places where it is whole; False if other ranks still copy."""
         assert run.opening is not None
-        is_own, number = self.backlog.is_own(copies[0].path), self.backlog.number(copies[0])
+        is_own = self.backlog.is_own(copies[0].path)
         for one in copies:
             with contextlib.suppress(CheckpointNotFoundError):
                 ranks = [self._around.rank] if is_own else self.backlog.held(one)
-                part = Part(ranks, True, number, run.opening.refuse_if_fenced, self._pace_of)
+                part = Part(ranks, True, run.opening.refuse_if_fenced, self._pace_of)
                 if (is_there := self._bring(one.path, found, part)) is None:
                     continue
                 if is_there:

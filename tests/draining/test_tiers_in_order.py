@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from far_store import FarStore, Held
 
 import datastates as ds
 from datastates._base.waiting import Bell
+from datastates.commit import run
 from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
 from datastates.config import Keep, TierSettings
 from datastates.draining import drain, drains
 from datastates.draining.backlog import Backlog
+from datastates.draining.by_hand import bring_each, lacking
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
@@ -164,6 +168,66 @@ def test_a_fresh_disk_goes_on_above_what_the_store_has(
     assert steps_in(FAR)[-3:] == [2, 1, 0]
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
         assert checkpointer.latest() == 0
+
+
+@pytest.mark.parametrize("later", ["a run", "a command", "two runs"])
+def test_a_fresh_disk_that_never_heard_of_the_store_is_newer(
+    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """Each run ends before the store answers: nothing but the time tells which state is the newest."""
+    monkeypatch.setattr(drain, "_AHEAD", 0.01)
+    monkeypatch.setattr(run, "clock", partial(next, itertools.count(1000)))
+    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+    store.dead = True
+    for place, step in ((tmp_path / "lost too", 5), (first, 4))[later != "two runs" :]:
+        with ds.Checkpointer(place, tiers=FAR) as checkpointer:
+            save(checkpointer, step)
+    store.dead = False
+    if later == "a command":
+        (brought,) = bring_each(lacking(Location(first), Location(FAR)), Location(FAR), lambda *words: None)
+        assert brought.damage is None
+    elif later == "two runs":
+        with ds.Checkpointer(tmp_path / "lost too", tiers=FAR) as checkpointer:
+            assert checkpointer.latest() == 5
+            checkpointer._place.drains.begin()
+            checkpointer.wait_drained()
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        assert checkpointer.latest() == 4
+        live = state(0)
+        assert checkpointer.restore([from_state_dict("model", live)]) is not None
+        assert equal(live, state(4))
+
+
+def test_an_old_disk_that_never_heard_of_the_store_is_older(
+    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job goes on elsewhere, and comes back to a disk that was left before."""
+    monkeypatch.setattr(drain, "_AHEAD", 0.01)
+    monkeypatch.setattr(run, "clock", partial(next, itertools.count(1000)))
+    store.dead = True
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        save(checkpointer, 1)
+    store.dead = False
+    with ds.Checkpointer(tmp_path / "elsewhere", tiers=FAR) as checkpointer:
+        save(checkpointer, 2)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        assert checkpointer.latest() == 2
+
+
+def test_a_clock_that_is_wrong_changes_nothing_where_all_is_known(
+    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(10**15, -(10**14))
+    monkeypatch.setattr(run, "clock", partial(next, clock))
+    for place, step in ((first, 3), (first, 2), (tmp_path / "other", 1), (first, 0)):
+        with ds.Checkpointer(place, tiers=FAR) as checkpointer:
+            save(checkpointer, step)
+            checkpointer.wait_drained()
+            assert checkpointer.latest() == step
+    assert steps_in(FAR) == [3, 2, 1, 0]
+    assert next(clock) < 10**15
 
 
 def test_what_was_restored_from_afar_is_older_than_what_follows(first: Path, tmp_path: Path, store: FarStore) -> None:
@@ -400,7 +464,8 @@ def test_what_earlier_runs_left_does_not_hold_the_first_commit_up(first: Path, s
         checkpointer._place.drains.begin()
         assert held.reached.wait(60)
         (one,) = checkpointer._place.drains._every
-        assert (save(checkpointer, 2).committed, one.backlog.late) == (True, False)
+        assert save(checkpointer, 2).committed
+        assert one.backlog.newest == 0
         held.go.set()
     assert steps_in(FAR) == [1, 2]
 
