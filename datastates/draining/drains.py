@@ -16,6 +16,8 @@ from datastates.storage.location import Location
 
 _UNTOLD = 30.0
 """Seconds for the newest checkpoint after SIGTERM, where nobody said how long the process has."""
+_REPORTED = 1000
+"""Checkpoints of a run, the newest, whose reports tell the further tiers."""
 _IN_MEMORY = 2
 """Checkpoints that stay in memory until a later tier has them."""
 
@@ -46,7 +48,7 @@ class Drains:
         self._delete, self._restored = delete, restored
         self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
-        self._own: dict[Location, Identity] = {}  # of this run
+        self._own: dict[Location, Identity] = {}  # the newest of this run, the oldest first
         for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
             leads, stay = world.rank == tiers[0].leader, partial(self._stay_in, number)
             around = Around(world.rank, leads, world.timeout, is_busy, stay, partial(self._free, number))
@@ -61,6 +63,8 @@ class Drains:
         """Note a checkpoint of this run: it is committed in the first tier."""
         if self._every:
             self._own[path] = identity
+            for outlived in list(self._own)[:-_REPORTED]:
+                self._own.pop(outlived, None)
         for drain in self._every:
             drain.add(path)
 

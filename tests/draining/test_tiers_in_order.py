@@ -71,6 +71,17 @@ def test_each_checkpoint_comes_to_every_tier_in_order(first: Path, tmp_path: Pat
         assert len(manifests) == 1
 
 
+def test_a_long_run_remembers_the_places_of_its_newest(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drains, "_REPORTED", 2)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        taken = [save(checkpointer, step) for step in (1, 2, 3)]
+        checkpointer.wait_drained()
+        assert [one.report.places for one in taken] == [(first,), (first, FAR), (first, FAR)]
+        assert len(checkpointer._place.drains._own) == 2
+
+
 def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: FarStore) -> None:
     store.dead = True
     with ds.Checkpointer(first, tiers=FAR, keep_last=1) as checkpointer:
