@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 import time
@@ -25,6 +26,7 @@ from datastates.draining.by_hand import bring_each, lacking
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
+from datastates.storage.local import LocalStore
 from datastates.testing import equal
 
 FAR = "far://bucket/run"
@@ -96,6 +98,26 @@ def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: Fa
         assert names_in(first) == ["step-00000004"]
     for step in range(1, 5):
         assert equal(ds.load(FAR, step=step)["model"], state(step))
+
+
+def test_a_disk_that_is_dead_from_the_beginning_stops_nobody(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount of a server that is gone: each look at it fails."""
+    call, far = LocalStore._call, Location(tmp_path / "far")
+
+    def fail(store: LocalStore, operation: str, path: Location, point: str = "") -> Any:
+        if path.is_relative_to(far):
+            raise StorageError(errno.ESTALE, operation, str(path))
+        return call(store, operation, path, point)
+
+    with monkeypatch.context() as dead:
+        dead.setattr(LocalStore, "_call", fail)
+        with ds.Checkpointer(first, tiers=far) as checkpointer:
+            assert save(checkpointer, 1).committed
+    with ds.Checkpointer(first, tiers=far) as checkpointer:
+        save(checkpointer, 2)
+    assert steps_in(far) == [1, 2]
 
 
 def test_a_store_that_stays_dead_is_left_to_a_later_run(
