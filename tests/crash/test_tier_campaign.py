@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 CAMPAIGN = Path(__file__).with_name("tier_campaign.py")
-SHORT, LONG = 6, 40
+SHORT, LONG = 5, 40
 
 
 @pytest.mark.parametrize(
