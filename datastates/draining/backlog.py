@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from datastates.commit import retention
@@ -23,7 +24,7 @@ class Backlog:
     def __init__(self, before: Sequence[Tier], target: Tier, keep: Keep) -> None:
         """Nothing is read yet; arguments as for :class:`~datastates.draining.drain.Drain`."""
         self._before, self._target, self._keep = before, target, keep
-        self._own: dict[Location, None] = {}  # what this run has committed and is due, the oldest first
+        self._own: dict[Location, float] = {}  # what this run has committed and is due: numbers, as far as listed
         self._known: set[Identity] = set()  # what is in the target
         self._lost: set[Identity] = set()  # what is damaged wherever it lies, or gone
         self._unwanted: set[Identity] = set()  # what the target would not keep
@@ -32,15 +33,15 @@ class Backlog:
 
     def add(self, path: Location) -> None:
         """Note a checkpoint of this run, which is committed in the first tier."""
-        self._own[path] = None
+        self._own[path] = math.inf
 
     def is_own(self, path: Location) -> bool:
         """Whether a checkpoint is of this run, and due."""
         return path in self._own
 
     def own_newest(self) -> Location | None:
-        """The newest checkpoint of this run that is due."""
-        return next(reversed(self._own), None)
+        """The newest checkpoint of this run that is due; it need not be the one that was committed last."""
+        return max(reversed(list(self._own)), key=lambda path: self._own.get(path, 0), default=None)
 
     def drop(self, path: Location) -> None:
         """Forget a checkpoint of this run."""
@@ -49,6 +50,7 @@ class Backlog:
     def drop_outdated(self) -> None:
         """Forget what the target will not keep, as far as that follows from the checkpoints of this run."""
         own = [one for one in self._before[0].checkpoints(known=True) if one.path in self._own]
+        self._own.update({one.path: one.sequence or 0 for one in own})
         for one in retention.outdated_of(own, self._keep, lambda one: True):
             self.drop(one.path)
 
@@ -69,6 +71,8 @@ class Backlog:
         for tier in self._before:
             for one in tier.checkpoints(known=True):
                 gone.discard(one.path)
+                if one.path in self._own:
+                    self._own[one.path] = one.sequence or 0
                 if one.sequence is not None and (one.step, one.attempt) not in self._known | self._lost:
                     found.setdefault((one.step, one.attempt), []).append(one)
         for path in gone:

@@ -164,12 +164,15 @@ class Audit:
     def stage(self, stage: Stage, children: list[Child]) -> None:
         """Check how the processes of a stage ended, and what they left."""
         placed: set[int] = set()
+        reached, victim = 0, children[stage.victim]
+        if victim.status == signal.SIGTERM and self._plan.ranks == 1 and not stage.dead[1]:  # its newest goes on
+            reached = max((details[0] for event, *details in victim.events if event == "committed"), default=0)
         for process, child in zip(stage.processes, children, strict=True):
             said: dict[str, list[Any]] = collections.defaultdict(list)
             for event, *details in child.events:
                 check(event != "wrong", "".join(map(str, details)))
                 said[event] += details
-            killed = process.kill_at or (stage.signal and child is children[stage.victim])
+            killed = process.kill_at or (stage.signal and child is victim)
             check(child.status == 0 or killed, f"{process} ended with status {child.status:#x}")
             self._called |= {*said["calling"]}
             self._committed[stage.disk] |= {*said["committed"]}
@@ -180,10 +183,10 @@ class Audit:
                 check(bool(allowed), f"{process} ended with {status}: {text}")
         check(placed <= set().union(*self._committed.values()), "in the far place, and not committed")
         self._placed |= placed
-        self.contents(stage)
+        self.contents(stage, reached)
 
-    def contents(self, stage: Stage) -> None:
-        """Check what lies there."""
+    def contents(self, stage: Stage, reached: int) -> None:
+        """Check what lies there; ``reached``: the far place has that save or a newer one."""
         places = self.disk(stage.disk), self.far
 
         def look(pipe: int) -> None:
@@ -208,6 +211,7 @@ class Audit:
         check(len({*far}) == len(far) and len({*first}) == len(first), f"a checkpoint came twice: {found}")
         for name, numbers in found.items():
             check(numbers == sorted(numbers), f"not in the order of time: {name} {numbers}")
+        check(max(far, default=0) >= reached, f"save {reached} was the newest at SIGTERM, and the far place has {far}")
         for number in self._placed:
             self._present(number, far, far, "in the far place")
         for number in self._committed[stage.disk]:

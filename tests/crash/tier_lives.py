@@ -159,6 +159,9 @@ def _run(process: Process, stage: Stage, plan: Round, places: tuple[Path, Locati
             if save.wait == "drained":
                 with contextlib.suppress(SnapshotTimeoutError):
                     checkpointer.wait_drained(0.2 if stage.dead[1] else 20)
+                    for number, one in taken:
+                        if one.committed and process.rank == 0:
+                            say("placed", number)
             tell()
         checkpointer.wait()
         tell()

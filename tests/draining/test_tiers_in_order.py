@@ -6,6 +6,7 @@ import errno
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -580,3 +581,17 @@ def test_a_rank_does_not_send_what_the_target_will_not_keep(first: Path, tmp_pat
         backlog.add(Location(first / f"step-{step:08d}"))
     backlog.drop_outdated()
     assert [path.name for path in backlog._own] == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("looks", [Backlog.due, Backlog.drop_outdated], ids=["rank 0", "another rank"])
+def test_the_newest_is_not_the_one_that_was_committed_last(
+    looks: Callable[[Backlog], object], first: Path, tmp_path: Path
+) -> None:
+    with ds.Checkpointer(first) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+    backlog = Backlog([tier_of(Location(first))], tier_of(Location(tmp_path / "far")), Keep())
+    for step in (2, 1):
+        backlog.add(Location(first / f"step-{step:08d}"))
+    looks(backlog)
+    assert backlog.own_newest() == Location(first / "step-00000002")
