@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,11 @@ from far_store import FarStore, Held
 
 import datastates as ds
 from datastates._base.waiting import Bell
-from datastates.commit import run
 from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
 from datastates.config import Keep, TierSettings
 from datastates.draining import drain, drains
 from datastates.draining.backlog import Backlog
-from datastates.draining.by_hand import bring_each, lacking
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
@@ -181,107 +177,6 @@ def test_a_fenced_attempt_takes_another_name(first: Path, store: FarStore) -> No
     assert equal(ds.load(FAR, step=1)["model"], state(1))
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_fresh_disk_goes_on_above_what_the_store_has(
-    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
-    """Also where the store could not be asked before the first checkpoints got their numbers."""
-    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
-    store.dead = late
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        save(checkpointer, 2)
-        save(checkpointer, 1)
-        store.dead = False
-        checkpointer.wait_drained()
-        save(checkpointer, 0)
-        checkpointer.wait_drained()
-        assert checkpointer.latest() == 0
-    assert steps_in(first) == [2, 1, 0]
-    assert steps_in(FAR)[-3:] == [2, 1, 0]
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.latest() == 0
-
-
-@pytest.mark.parametrize("later", ["a run", "a command", "two runs"])
-def test_a_fresh_disk_that_never_heard_of_the_store_is_newer(
-    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch, later: str
-) -> None:
-    """Each run ends before the store answers: nothing but the time tells which state is the newest."""
-    monkeypatch.setattr(drain, "_AHEAD", 0.01)
-    monkeypatch.setattr(run, "clock", partial(next, itertools.count(1000)))
-    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
-    store.dead = True
-    for place, step in ((tmp_path / "lost too", 5), (first, 4))[later != "two runs" :]:
-        with ds.Checkpointer(place, tiers=FAR) as checkpointer:
-            save(checkpointer, step)
-    store.dead = False
-    if later == "a command":
-        (brought,) = bring_each(lacking(Location(first), Location(FAR)), Location(FAR), lambda *words: None)
-        assert brought.damage is None
-    elif later == "two runs":
-        with ds.Checkpointer(tmp_path / "lost too", tiers=FAR) as checkpointer:
-            assert checkpointer.latest() == 5
-            checkpointer._place.drains.begin()
-            checkpointer.wait_drained()
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.latest() == 4
-        live = state(0)
-        assert checkpointer.restore([from_state_dict("model", live)]) is not None
-        assert equal(live, state(4))
-
-
-def test_an_old_disk_that_never_heard_of_the_store_is_older(
-    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job goes on elsewhere, and comes back to a disk that was left before."""
-    monkeypatch.setattr(drain, "_AHEAD", 0.01)
-    monkeypatch.setattr(run, "clock", partial(next, itertools.count(1000)))
-    store.dead = True
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        save(checkpointer, 1)
-    store.dead = False
-    with ds.Checkpointer(tmp_path / "elsewhere", tiers=FAR) as checkpointer:
-        save(checkpointer, 2)
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.latest() == 2
-
-
-def test_a_clock_that_is_wrong_changes_nothing_where_all_is_known(
-    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(10**15, -(10**14))
-    monkeypatch.setattr(run, "clock", partial(next, clock))
-    for place, step in ((first, 3), (first, 2), (tmp_path / "other", 1), (first, 0)):
-        with ds.Checkpointer(place, tiers=FAR) as checkpointer:
-            save(checkpointer, step)
-            checkpointer.wait_drained()
-            assert checkpointer.latest() == step
-    assert steps_in(FAR) == [3, 2, 1, 0]
-    assert next(clock) < 10**15
-
-
-def test_what_was_restored_from_afar_is_older_than_what_follows(first: Path, tmp_path: Path, store: FarStore) -> None:
-    """Also where the store fails from then on, and the run ends before it has got anything."""
-    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.restore([from_state_dict("model", state(0))]) is not None
-        store.dead = True
-        save(checkpointer, 4)
-    assert steps_in(first) == [4]
-    store.dead = False
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        restored = checkpointer.restore([from_state_dict("model", live := state(0))])
-        assert restored is not None
-        assert restored.step == 4
-        assert equal(live, state(4))
-
-
 def test_what_was_restored_stays_in_every_place_until_the_next_commit(
     first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,28 +210,6 @@ def test_each_tier_has_its_own_retention(first: Path, tmp_path: Path, store: Far
     assert steps_in(first) == [6, 7]
     assert steps_in(tmp_path / "second") == [5, 6, 7]
     assert steps_in(FAR) == [2, 4, 6, 7]
-
-
-def test_the_newest_of_all_places_is_restored(first: Path, tmp_path: Path, store: FarStore) -> None:
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        for step in (1, 2):
-            save(checkpointer, step)
-    with ds.Checkpointer(tmp_path / "fresh", tiers=FAR) as checkpointer:
-        live = state(0)
-        restored = checkpointer.restore([from_state_dict("model", live)])
-        assert restored is not None
-        assert (restored.step, str(restored.path).rpartition("/")[0]) == (2, FAR)
-        assert equal(live, state(2))
-        assert checkpointer.steps() == [1, 2]
-        save(checkpointer, 3)
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:  # this disk is older than the store
-        assert checkpointer.latest() == 3
-        restored = checkpointer.restore([from_state_dict("model", live)])
-        assert restored is not None
-        assert restored.step == 3
-        restored = checkpointer.restore([from_state_dict("model", live)], step=2)
-        assert restored is not None
-        assert restored.path == first / "step-00000002"
 
 
 def test_a_tier_that_cannot_be_asked_may_have_the_newest(first: Path, store: FarStore) -> None:
