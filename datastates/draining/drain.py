@@ -135,7 +135,7 @@ class Drain:
         Raises:
             FencedError: A newer run has begun to save in the target.
         """
-        has_ended = self._bell.wait_for(lambda: not self._works, timeout)
+        has_ended = self._bell.wait_for(lambda: not (self._works or self._hurries), timeout)
         if self._fenced:
             raise FencedError(self.failure)
         return has_ended and not self.failure
@@ -145,10 +145,13 @@ class Drain:
         self._hurries = True
         self._bell.ring()
 
+    def wait_hurried(self, timeout: float) -> None:
+        """Wait until the newest is there, or was given up, for ``timeout`` seconds at most."""
+        self._bell.wait_for(lambda: not self._works, timeout)
+
     def go_on(self) -> None:
         """Bring all that is due again, as the process lives on."""
-        self._hurries = False
-        self._call()
+        self._call(hurries=False)
 
     def close(self) -> None:
         """Bring what is due, and end. What fails now is left to a later run. Can be repeated."""
@@ -161,11 +164,12 @@ class Drain:
 
     # --- on the thread
 
-    def _call(self) -> None:
+    def _call(self, *, hurries: bool = True) -> None:
         with self._lock:
             self._is_called = True
             begins = not (self._works or self._closing)
             self._works |= begins
+            self._hurries &= hurries  # not before it works: who waits would take this for the end
         try:
             if begins:
                 self._threads.do(self._work)

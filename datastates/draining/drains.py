@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +9,6 @@ from functools import partial
 from datastates.commit.tier import Committed, Identity, Tier
 from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
-from datastates.errors import FencedError
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
@@ -122,10 +120,11 @@ class Drains:
 
         ``end``: when to give up, in seconds on the monotonic clock. None: that is not known.
         """
+        end = time.monotonic() + _UNTOLD if end is None else end
         for drain in self._every:
             drain.hurry()
-        with contextlib.suppress(FencedError):
-            self.wait(_UNTOLD if end is None else max(0.0, end - time.monotonic()))
+        for drain in self._every:
+            drain.wait_hurried(max(0.0, end - time.monotonic()))
         for drain in self._every:
             drain.go_on()
 

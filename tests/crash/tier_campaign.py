@@ -262,9 +262,10 @@ def run_round(seed: int, base: Path, root: str, outcomes: collections.Counter[st
 
 def _does(stage: Stage, process: Process, plan: Round, audit: Audit) -> Callable[[int], None]:
     places = audit.disk(stage.disk), audit.far
+    expects = bool(stage.dead[1]) or (stage.harms and plan.ranks > 1)
 
     def does(pipe: int) -> None:
-        with tier_lives.telling(pipe, stage.harms):
+        with tier_lives.telling(pipe, expects):
             tier_lives.in_child(process, stage, plan, places, pipe)
 
     return does

@@ -333,7 +333,7 @@ def test_a_manifest_that_is_garbled_is_no_checkpoint_to_bring(first: Path, store
         ds.load(first, step=1)
 
 
-def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore) -> None:
+def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGTERM: an older checkpoint that is on its way is given up, too, and goes on later."""
     store.before = held = Held("piece")
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
@@ -341,14 +341,17 @@ def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore) -> N
         assert held.reached.wait(60)
         for step in (2, 3):
             save(checkpointer, step)
+        (one,) = checkpointer._place.drains._every
+        go_on, drained = one.go_on, []
+        monkeypatch.setattr(one, "go_on", lambda: (drained.append(one.wait(0)), go_on()))
         hurrying = threading.Thread(target=checkpointer._finish, args=(None,))
         hurrying.start()
-        (one,) = checkpointer._place.drains._every
         while not one._hurries:
             pass
         held.go.set()
         hurrying.join()
         checkpointer.wait_drained()  # the process lives on
+    assert drained == [False]  # who waits for all is not told that the newest is enough
     assert steps_in(FAR) == [1, 2, 3]
     attempts = {one.path.name.rpartition(".")[2]: one.step for one in tier_of(Location(FAR)).checkpoints()}
     assert [attempts[name.split(".")[1]] for name in store.requests("upload")] == [1, 3, 2, 1]
