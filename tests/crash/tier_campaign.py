@@ -44,6 +44,8 @@ HANGS = 60
 """Seconds after which the processes of a stage are taken to hang."""
 SHOWN = 100
 """Rounds after which it is said how many have passed."""
+IN_MEMORY = 2
+"""Checkpoints that are due and stay in memory all the same."""
 PR_SET_PDEATHSIG = 1
 Events = list[list[Any]]
 
@@ -225,7 +227,10 @@ class Audit:
         keep, step = self._plan.keep[1], self._saves[number].step
         later = [n for n in every if n > number]
         superseded = any(self._saves[n].step == step for n in later) or (keep is not None and len(later) >= keep)
-        check(number in there or superseded, f"save {number} was {what}, and is lost: {every}, there {there}")
+        dropped = self._plan.memory and what != "in the far place" and len(later) >= IN_MEMORY
+        check(
+            number in there or superseded or dropped, f"save {number} was {what}, and is lost: {every}, there {there}"
+        )
 
 
 # --- rounds
@@ -248,7 +253,7 @@ def run_round(seed: int, base: Path, root: str, outcomes: collections.Counter[st
             _count(stage, children, outcomes)
     except (WrongError, OSError, LookupError, ValueError):
         print(f"ROUND {seed} SHOWS A DEFECT; what it left is in {folder} and {audit.far}")
-        print(f"ranks={plan.ranks} keep={plan.keep}")
+        print(f"ranks={plan.ranks} memory={plan.memory} keep={plan.keep}")
         for stage, running in told:
             print(dataclasses.replace(stage, processes=(), saves=()), *stage.saves, sep="\n    ")
             for number, child in sorted(running.children.items()):

@@ -79,7 +79,7 @@ class Requests:
             self(operation, path)
             return call(store, operation, path, point)
 
-        LocalStore._call = counted  # type: ignore[method-assign]
+        LocalStore._call = counted  # type: ignore[assignment]
         for name in REQUESTS:
             setattr(Buckets, name, self._before(name, getattr(Buckets, name)))
 
@@ -110,7 +110,8 @@ def in_child(process: Process, stage: Stage, plan: Round, places: tuple[Path, Lo
         os.write(pipe, json.dumps([event, *details]).encode() + b"\n")
 
     drain._SHORTEST, drain._LONGEST, drain._AHEAD = 0.01, 0.05, 0.2
-    LocalStore.is_in_memory = lambda store, path: False  # type: ignore[method-assign]  # also where the rounds are
+    memory = Location(places[0]) if plan.memory else None  # whatever it really is
+    LocalStore.is_in_memory = lambda store, path: path == memory  # type: ignore[assignment]
     Requests(places[1], process.kill_at, stage.dead)
     if process.what == RUN:
         _run(process, stage, plan, places, say)

@@ -67,6 +67,8 @@ class Round:
 
     seed: int
     ranks: int
+    memory: bool
+    """Whether the first place is taken for memory, which holds few that are due."""
     keep: tuple[int | None, int | None]
     """``keep_last`` in the first place and in the far one."""
     stages: tuple[Stage, ...]
@@ -88,7 +90,10 @@ def draw(seed: int) -> Round:
     last = Save(next(numbers), step + 1, "drained")
     every = tuple(Process(RUN, rank) for rank in range(ranks))
     stages.append(Stage(disk, rng.random() < 0.3, every, (last,), True, (0, 0), "close", "", 0, 0))
-    return Round(seed, ranks, (rng.choice([None, 1, 1, 2]), rng.choice([None, None, None, 1, 2])), tuple(stages))
+    memory = rng.random() < 0.2
+    return Round(
+        seed, ranks, memory, (rng.choice([None, 1, 1, 2]), rng.choice([None, None, None, 1, 2])), tuple(stages)
+    )
 
 
 def _stage(rng: random.Random, ranks: int, disk: int, saves: list[Save]) -> Stage:
