@@ -350,7 +350,7 @@ _drains: weakref.WeakSet[Drain] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for drain in list(_drains):  # the thread is the parent's
-        drain._lock, drain._works = threading.Lock(), False
+        drain._lock, drain._works, drain._hurries = threading.Lock(), False, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

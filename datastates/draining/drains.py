@@ -123,10 +123,12 @@ class Drains:
         end = time.monotonic() + _UNTOLD if end is None else end
         for drain in self._every:
             drain.hurry()
-        for drain in self._every:
-            drain.wait_hurried(max(0.0, end - time.monotonic()))
-        for drain in self._every:
-            drain.go_on()
+        try:
+            for drain in self._every:
+                drain.wait_hurried(max(0.0, end - time.monotonic()))
+        finally:
+            for drain in self._every:
+                drain.go_on()
 
     def close(self) -> None:
         """Bring what is due, and end; see :meth:`Drain.close`."""

@@ -40,7 +40,7 @@ from tier_plan import DRAIN, FETCH, RUN, Process, Round, Save, Stage, draw  # no
 
 from datastates.storage.location import Location  # noqa: E402
 
-HANGS = 60
+HANGS = 240
 """Seconds after which the processes of a stage are taken to hang."""
 SHOWN = 100
 """Rounds after which it is said how many have passed."""

@@ -121,6 +121,7 @@ def round_of(at: str, who: str, other: str, base: Path, start: Any, capsys: pyte
 
 SOME = [
     ("drain", "lock@1", "drain"),
+    ("drain", "stat@4", "run"),
     ("drain", "write@1", "run"),
     ("drain", "rename@2", "drain"),
     ("drain", "sync_directory@3", "fetch"),

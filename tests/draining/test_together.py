@@ -215,3 +215,20 @@ def test_a_run_deletes_what_a_command_is_to_bring(
         (brought,) = bring_each(paths, target, lambda *words: None, look)
         assert brought.damage is None
     check(target, 2)
+
+
+@pytest.mark.parametrize("target", PLACES, indirect=True)
+def test_a_run_deletes_what_a_reader_has_listed(target: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader finds what was committed in its stead, and not something much older."""
+    with ds.Checkpointer(target.face, keep_last=1, keep_every=10) as checkpointer:
+        save(checkpointer, 10)
+        save(checkpointer, 11)
+        tier, look = tier_of(target), type(tier_of(target))._look
+
+        def look_late(self: Any, name: str, *words: Any, **more: Any) -> Any:
+            monkeypatch.setattr(type(tier), "_look", look)
+            save(checkpointer, 12)
+            return look(self, name, *words, **more)
+
+        monkeypatch.setattr(type(tier), "_look", look_late)
+        assert [one.step for one in tier.checkpoints()] == [10, 12]
