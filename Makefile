@@ -228,6 +228,8 @@ check-long: .venv/installed ## The longest tests, interrupts, random states, fau
 	for call in $(INTERRUPTED); do \
 	    mkdir build/long/$$call && $(BIN)/python tests/crash/interrupting.py build/long/$$call $$call --seconds 60; done
 	$(BIN)/python tests/crash/campaign.py build/long --rounds $(ROUNDS) --jobs $(JOBS)
+	for far in disk moto localbucket; do \
+	    $(BIN)/python tests/crash/tier_campaign.py build/long/$$far --far $$far --rounds $$(($(ROUNDS) / 20)); done
 	$(BIN)/python tests/crash/power_cuts.py build/long ext4 --cuts $(CUTS)
 	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
 	$(BIN)/python tests/crash/chaos/kill.py build/long/chaos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from datastates.cli import output
 from datastates.cli.arguments import add_step, as_location
@@ -30,15 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def bring(arguments: argparse.Namespace, *, only_newest: bool = False) -> int:
     """Bring what the target of the arguments lacks, and print what has become of each; returns the exit status."""
+    look = partial(lacking, arguments.source, arguments.target, arguments.step, only_newest=only_newest)
     try:
-        paths = lacking(arguments.source, arguments.target, arguments.step, only_newest=only_newest)
+        paths = look()
     except FormatError:  # a ValueError, too
         raise
     except ValueError as error:
         raise WrongCallError(str(error)) from error
     done = []
     with progress_bar("bring", quiet=arguments.json) as progress:
-        for one in bring_each(paths, arguments.target, progress):
+        for one in bring_each(paths, arguments.target, progress, look):
             done.append(one)
             if one.damage is not None:
                 output.complain(str(one.damage))

@@ -56,6 +56,9 @@ class DirectoryTier(Tier):
         for name in self._turn(old):
             del old[name]
         every = {name: old.get(name) or (steps[name], self._look(name, certain)) for name in sorted(steps)}
+        absent = {name: number for name, (number, one) in every.items() if one is None}
+        if absent and not known and not absent.items() <= folders_of(self.root).numbers(self.root).items():
+            return self.checkpoints(certain=certain)  # a run has deleted one meanwhile, and may have committed a newer
         found = [one for _, one in every.values() if one is not None]
         # no lock, which a fork might find taken: of two threads, the later one decides what is known
         self._found = {n: (i, one) for n, (i, one) in every.items() if one is not None and one.sequence is not None}

@@ -87,8 +87,16 @@ class ObjectTier(Tier):
         under_way = self._under_way.copy() if known else set()
         new = [n for n in steps if n not in under_way and not (n in self._known and (known or _attempt(n)))]
         looked = dict(zip(new, each(partial(self._look, certain=certain), new, AT_ONCE), strict=True))
+        absent = {n for n, one in looked.items() if one is None and n not in self._known}
+        if absent and not known and self._lacks(absent):
+            return self.checkpoints(certain=certain)  # a run has deleted one meanwhile, and may have committed a newer
         every = {n: looked[n] if n in looked else self._known.get(n) for n in steps}
         return [one for one in every.values() if one is not None]
+
+    def _lacks(self, absent: set[str]) -> bool:
+        """Whether some of what was listed has been deleted since."""
+        names = self.names(anew=True)
+        return any(name not in names or _mark(name) in names for name in absent)
 
     def _look(self, name: str, *, certain: bool) -> Committed | None:
         """Look at one checkpoint; None if it is none. What cannot change is known from then on."""

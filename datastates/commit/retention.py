@@ -121,8 +121,9 @@ def retain(
         stay: Returns those of the tier's checkpoints that stay, too.
     """
     with warning():
-        needed = () if stay is None else stay(tier.checkpoints(known=True))
-        for path in outdated(tier, keep):
+        old = outdated(tier, keep)  # before the list for `stay`: that must have all of these
+        needed = () if stay is None or not old else stay(tier.checkpoints(known=True))
+        for path in old:
             if path not in but and path not in needed:
                 with warning():
                     tier.remove(path)

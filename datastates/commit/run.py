@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from datastates._base.free_memory import host_memory, local_ranks
@@ -29,6 +30,14 @@ def next_sequence(tier: Tier) -> int:
     """
     every = [one.sequence for one in tier.checkpoints(known=True)]
     return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
+
+
+def clock() -> int:
+    """Milliseconds since 1970: no new sequence number is lower.
+
+    So a checkpoint is newer than earlier ones in places that could not be asked. What is known counts for more.
+    """
+    return time.time_ns() // 10**6
 
 
 class Order:
@@ -73,7 +82,7 @@ class Order:
         above = self._above()
         with self._alone():
             with self._lock:
-                least = max(next_sequence(self._tier), above + 1)
+                least = max(next_sequence(self._tier), above + 1, clock())
                 before = self._begun, self._given
                 if number >= self._begun:
                     first = max(self._given + 1, least)

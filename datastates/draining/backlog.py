@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from datastates.commit import retention
@@ -16,16 +17,14 @@ class Backlog:
 
     Attributes:
         newest: The highest sequence number that the tier had when it was asked first; None before that.
-        late: Whether checkpoints of this run were numbered before the tier was asked.
     """
 
     newest: int | None = None
-    late = False
 
     def __init__(self, before: Sequence[Tier], target: Tier, keep: Keep) -> None:
         """Nothing is read yet; arguments as for :class:`~datastates.draining.drain.Drain`."""
         self._before, self._target, self._keep = before, target, keep
-        self._own: dict[Location, None] = {}  # what this run has committed and is due, the oldest first
+        self._own: dict[Location, float] = {}  # what this run has committed and is due: numbers, as far as listed
         self._known: set[Identity] = set()  # what is in the target
         self._lost: set[Identity] = set()  # what is damaged wherever it lies, or gone
         self._unwanted: set[Identity] = set()  # what the target would not keep
@@ -34,15 +33,15 @@ class Backlog:
 
     def add(self, path: Location) -> None:
         """Note a checkpoint of this run, which is committed in the first tier."""
-        self._own[path] = None
+        self._own[path] = math.inf
 
     def is_own(self, path: Location) -> bool:
         """Whether a checkpoint is of this run, and due."""
         return path in self._own
 
     def own_newest(self) -> Location | None:
-        """The newest checkpoint of this run that is due."""
-        return next(reversed(self._own), None)
+        """The newest checkpoint of this run that is due; it need not be the one that was committed last."""
+        return max(reversed(list(self._own)), key=lambda path: self._own.get(path, 0), default=None)
 
     def drop(self, path: Location) -> None:
         """Forget a checkpoint of this run."""
@@ -51,6 +50,7 @@ class Backlog:
     def drop_outdated(self) -> None:
         """Forget what the target will not keep, as far as that follows from the checkpoints of this run."""
         own = [one for one in self._before[0].checkpoints(known=True) if one.path in self._own]
+        self._own.update({one.path: one.sequence or 0 for one in own})
         for one in retention.outdated_of(own, self._keep, lambda one: True):
             self.drop(one.path)
 
@@ -71,11 +71,13 @@ class Backlog:
         for tier in self._before:
             for one in tier.checkpoints(known=True):
                 gone.discard(one.path)
+                if one.path in self._own:
+                    self._own[one.path] = one.sequence or 0
                 if one.sequence is not None and (one.step, one.attempt) not in self._known | self._lost:
                     found.setdefault((one.step, one.attempt), []).append(one)
         for path in gone:
             self.drop(path)
-        arriving = [copies[0]._replace(sequence=self.number(copies[0])) for copies in found.values()]
+        arriving = [copies[0] for copies in found.values()]
         outdated = retention.outdated_of([*there, *arriving], self._keep, self._is_whole)
         self._unwanted = {(one.step, one.attempt) for one in outdated} & set(found)
         for identity in self._unwanted:
@@ -86,11 +88,6 @@ class Backlog:
 
     def _is_whole(self, one: Committed) -> bool:
         return one.path.parent != self._target.root or retention.is_whole(self._target, one)
-
-    def number(self, one: Committed) -> int:
-        """The sequence number in the target: as in the first tier, unless it was given before the target was asked."""
-        number, ahead = one.sequence or 1, self.newest or 0
-        return number + ahead if self.late and number <= ahead and one.path in self._own else number
 
     def held(self, one: Committed) -> list[int]:
         """The ranks whose containers of a checkpoint are in reach of this process."""

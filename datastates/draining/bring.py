@@ -28,14 +28,12 @@ class Part(NamedTuple):
     Attributes:
         ranks: The ranks whose containers this process copies; None: of all ranks.
         commits: Whether it commits, once the containers of all ranks are there.
-        sequence: Its sequence number in the tier; None: that in its manifest.
         ready: Called when nothing but the name is left to do. What it raises stops the commit.
         pace: Called with the number of bytes before they are sent. It may wait, and what it raises ends the copying.
     """
 
     ranks: Collection[int] | None = None
     commits: bool = True
-    sequence: int | None = None
     ready: Callable[[], None] = lambda: None
     pace: Callable[[int], object] = lambda nbytes: None
 
@@ -95,7 +93,7 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
         data = store_of(path).read_all(path / entry.file, entry.nbytes)
         catalog.Catalog(_from(data), len(data), entry.head_crc32, str(path / entry.file)).check()
         entry = entry.model_copy(update={"file": found.add(catalog.FILE, data).name})
-    numbered = {"format": manifest.FORMAT_VERSION, "sequence": part.sequence or made.sequence or 1}
+    numbered = {"format": manifest.FORMAT_VERSION, "sequence": made.sequence or 1}
     changes = {**numbered, "containers": tuple(containers), "catalog": entry}
     return found.commit(made.model_copy(update=changes), part.ready)
 

@@ -83,7 +83,9 @@ class Drain:
         self._threads = Workers("datastates-drain", 1)
         self._bell, self._lock = Bell(), threading.Lock()
         self._pace_of = Pace(around.is_busy, self._bell, self._is_last)
-        self._works = self._is_called = self._closing = self._asked = self._fenced = self._hurries = False
+        self._works = self._is_called = self._closing = self._asked = self._awaited = self._fenced = self._hurries = (
+            False
+        )
         self._ends: float | None = None  # when close() gives up to wait for other ranks
         self._pause = _SHORTEST
         self._told: tuple[object, ...] = ()  # the kind of the last failure
@@ -105,19 +107,15 @@ class Drain:
         self._call()
 
     def newest(self) -> int:
-        """A number above which new checkpoints are newer than all in the target.
+        """A number above which new checkpoints are newer than all in the target; 0 if it could not be asked yet.
 
-        Waits for the target, but not for long. Where it could not be asked in time, and turns out to be ahead, the
-        checkpoints of this run that were numbered meanwhile get higher numbers there, and later ones everywhere.
+        Waits for the target's first answer, but not for long, and only once.
         """
         self.begin()
-        backlog = self.backlog
-        if not backlog.late:
-            self._bell.wait_for(lambda: self._asked or backlog.newest is not None, _AHEAD)
-        if backlog.newest is None:
-            backlog.late = True
-            return 0
-        return 2 * backlog.newest if backlog.late else backlog.newest
+        if not self._awaited:
+            self._bell.wait_for(lambda: self._asked or self.backlog.newest is not None, _AHEAD)
+            self._awaited = True
+        return self.backlog.newest or 0
 
     def needs(self, one: Committed) -> bool:
         """Whether a checkpoint is still to be brought to the target."""
@@ -134,7 +132,7 @@ class Drain:
         Raises:
             FencedError: A newer run has begun to save in the target.
         """
-        has_ended = self._bell.wait_for(lambda: not self._works, timeout)
+        has_ended = self._bell.wait_for(lambda: not (self._works or self._hurries), timeout)
         if self._fenced:
             raise FencedError(self.failure)
         return has_ended and not self.failure
@@ -144,10 +142,13 @@ class Drain:
         self._hurries = True
         self._bell.ring()
 
+    def wait_hurried(self, timeout: float) -> None:
+        """Wait until the newest is there, or was given up, for ``timeout`` seconds at most."""
+        self._bell.wait_for(lambda: not self._works, timeout)
+
     def go_on(self) -> None:
         """Bring all that is due again, as the process lives on."""
-        self._hurries = False
-        self._call()
+        self._call(hurries=False)
 
     def close(self) -> None:
         """Bring what is due, and end. What fails now is left to a later run. Can be repeated."""
@@ -160,11 +161,12 @@ class Drain:
 
     # --- on the thread
 
-    def _call(self) -> None:
+    def _call(self, *, hurries: bool = True) -> None:
         with self._lock:
             self._is_called = True
             begins = not (self._works or self._closing)
             self._works |= begins
+            self._hurries &= hurries  # not before it works: who waits would take this for the end
         try:
             if begins:
                 self._threads.do(self._work)
@@ -290,11 +292,11 @@ class Drain:
     def _bring_whole(self, run: Run, copies: list[Committed], found: Uncommitted | Location) -> bool:
         """Bring one checkpoint from the first of its places where it is whole; False if other ranks still copy."""
         assert run.opening is not None
-        is_own, number = self.backlog.is_own(copies[0].path), self.backlog.number(copies[0])
+        is_own = self.backlog.is_own(copies[0].path)
         for one in copies:
             with contextlib.suppress(CheckpointNotFoundError):
                 ranks = [self._around.rank] if is_own else self.backlog.held(one)
-                part = Part(ranks, True, number, run.opening.refuse_if_fenced, self._paced)
+                part = Part(ranks, True, run.opening.refuse_if_fenced, self._paced)
                 if (is_there := self._bring(one.path, found, part)) is None:
                     continue
                 if is_there:
@@ -340,7 +342,7 @@ _drains: weakref.WeakSet[Drain] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for drain in list(_drains):  # the thread is the parent's
-        drain._lock, drain._works = threading.Lock(), False
+        drain._lock, drain._works, drain._hurries = threading.Lock(), False, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,12 +10,13 @@ from datastates.commit.names import Identity
 from datastates.commit.tier import Committed, Tier
 from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
-from datastates.errors import FencedError
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 
 UNTOLD = 30.0
 """Seconds for the newest checkpoint after SIGTERM, where nobody said how long the process has."""
+_REPORTED = 1000
+"""Checkpoints of a run, the newest, whose reports tell the further tiers."""
 _IN_MEMORY = 2
 """Checkpoints that stay in memory until a later tier has them."""
 
@@ -47,7 +47,7 @@ class Drains:
         self._delete, self._restored = delete, restored
         self._in_memory = tiers[0].in_memory
         self._every: list[Drain] = []
-        self._own: dict[Location, Identity] = {}  # of this run
+        self._own: dict[Location, Identity] = {}  # the newest of this run, the oldest first
         for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
             leads, stay = world.rank == tiers[0].leader, partial(self._stay_in, number)
             around = Around(world.rank, leads, world.timeout, is_busy, stay, partial(self._free, number))
@@ -62,6 +62,8 @@ class Drains:
         """Note a checkpoint of this run: it is committed in the first tier."""
         if self._every:
             self._own[path] = identity
+            for outlived in list(self._own)[:-_REPORTED]:
+                self._own.pop(outlived, None)
         for drain in self._every:
             drain.add(path)
 
@@ -119,12 +121,15 @@ class Drains:
 
         ``end``: when to give up, in seconds on the monotonic clock. None: that is not known.
         """
+        end = time.monotonic() + UNTOLD if end is None else end
         for drain in self._every:
             drain.hurry()
-        with contextlib.suppress(FencedError):
-            self.wait(UNTOLD if end is None else max(0.0, end - time.monotonic()))
-        for drain in self._every:
-            drain.go_on()
+        try:
+            for drain in self._every:
+                drain.wait_hurried(max(0.0, end - time.monotonic()))
+        finally:
+            for drain in self._every:
+                drain.go_on()
 
     def close(self) -> None:
         """Bring what is due, and end; see :meth:`Drain.close`."""

@@ -21,7 +21,7 @@ from datastates.commit.tiers import tier_of
 from datastates.config import Settings
 from datastates.draining.drains import UNTOLD, Drains
 from datastates.draining.peers import Peers
-from datastates.errors import SettingsError
+from datastates.errors import SettingsError, StorageError
 from datastates.ranks.world import World, meet
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Folders, store_of
@@ -182,5 +182,8 @@ def _is_same(one: Location, other: Location) -> bool:
     """Whether two paths lead to one folder, as through a link."""
     if not (isinstance(store_of(one), Folders) and isinstance(store_of(other), Folders)):
         return False
-    found, others = store_of(one).look(one), store_of(other).look(other)
+    try:
+        found, others = store_of(one).look(one), store_of(other).look(other)
+    except StorageError:  # a further place that fails stops nobody
+        return False
     return found is not None and others is not None and found.place == others.place

@@ -19,7 +19,8 @@ class Report:
             of one in a store.
         places: The places that have the checkpoint by now, once it is committed: that of ``path``, "peers" if copies
             are on other hosts, and those of the setting ``tiers`` that it has been brought to, as far as this rank
-            knows; rank 0 knows all.
+            knows; rank 0 knows all. Of a run's last 1,000 checkpoints; older reports tell the first place
+            alone.
         state: The state that the snapshot has reached: ``started``, ``captured``, ``persisted``, ``committed`` or
             ``failed``.
         nbytes: Bytes of the arrays.

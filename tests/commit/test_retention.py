@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from object_place import ROOT, SHORT, Answers, commit
 
+import datastates as ds
 from datastates.commit import manifest, retention
 from datastates.commit.object_tier import ObjectTier
 from datastates.commit.tier import Committed
+from datastates.commit.tiers import tier_of
 from datastates.config import Keep
+from datastates.providers import HostTensorProvider
 from datastates.storage import Location
 
 WHOLE, DAMAGED, UNREADABLE, LINK = "whole", "damaged", "unreadable", "link"
@@ -172,3 +176,17 @@ def test_a_manifest_that_is_garbled_once_does_not_pass_for_the_newest(
     assert [one.path for one in other.checkpoints()] == [paths[0], paths[2]]
     retention.retain(other, Keep(last=1))
     assert [one.path for one in other.checkpoints()] == paths[2:]
+
+
+def test_what_is_committed_while_it_looks_is_deleted_only_if_nobody_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots may be committed in another order than they were taken."""
+    for step in (1, 2):
+        ds.snapshot([HostTensorProvider("a", {})], tmp_path / f"step-{step:08d}", step=step).wait_committed()
+    tier = tier_of(Location(tmp_path))
+    lists = [every := tier.checkpoints(), every[1:]]
+    monkeypatch.setattr(tier, "checkpoints", lambda **words: lists.pop() if len(lists) > 1 else lists[0])
+    retention.retain(tier, Keep(last=1), stay=lambda every: [one.path for one in every])
+    retention.retain(tier, Keep(last=1), stay=lambda every: [one.path for one in every])
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]

@@ -12,7 +12,7 @@ import pytest
 from command import run_json
 
 import datastates as ds
-from datastates.commit import manifest, newest
+from datastates.commit import manifest, newest, run
 from datastates.commit.tiers import tier_of
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
@@ -101,11 +101,11 @@ def test_calls_of_a_list(calls: list[str], tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of another directory, with a sequence number above those of the tests."""
-    with ds.Checkpointer(tmp_path / "other", keep_last=1, **OPTIONS) as ckpt:
-        for _ in range(30):
-            snapshot(ckpt, 3)
+    with monkeypatch.context() as ahead, ds.Checkpointer(tmp_path / "other", keep_last=1, **OPTIONS) as ckpt:
+        ahead.setattr(run, "clock", lambda: 1 << 60)
+        snapshot(ckpt, 3)
     (path,) = (tmp_path / "other").iterdir()
     return path
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from datastates.draining.backlog import Backlog
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
 from datastates.storage import Location
+from datastates.storage.local import LocalStore
 from datastates.testing import equal
 
 FAR = "far://bucket/run"
@@ -67,6 +70,17 @@ def test_each_checkpoint_comes_to_every_tier_in_order(first: Path, tmp_path: Pat
         assert len(manifests) == 1
 
 
+def test_a_long_run_remembers_the_places_of_its_newest(
+    first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drains, "_REPORTED", 2)
+    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
+        taken = [save(checkpointer, step) for step in (1, 2, 3)]
+        checkpointer.wait_drained()
+        assert [one.report.places for one in taken] == [(first,), (first, FAR), (first, FAR)]
+        assert len(checkpointer._place.drains._own) == 2
+
+
 def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: FarStore) -> None:
     store.dead = True
     with ds.Checkpointer(first, tiers=FAR, keep_last=1) as checkpointer:
@@ -81,6 +95,26 @@ def test_a_dead_store_costs_nothing_and_is_caught_up_with(first: Path, store: Fa
         assert names_in(first) == ["step-00000004"]
     for step in range(1, 5):
         assert equal(ds.load(FAR, step=step)["model"], state(step))
+
+
+def test_a_disk_that_is_dead_from_the_beginning_stops_nobody(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount of a server that is gone: each look at it fails."""
+    call, far = LocalStore._call, Location(tmp_path / "far")
+
+    def fail(store: LocalStore, operation: str, path: Location, point: str = "") -> Any:
+        if path.is_relative_to(far):
+            raise StorageError(errno.ESTALE, operation, str(path))
+        return call(store, operation, path, point)
+
+    with monkeypatch.context() as dead:
+        dead.setattr(LocalStore, "_call", fail)
+        with ds.Checkpointer(first, tiers=far) as checkpointer:
+            assert save(checkpointer, 1).committed
+    with ds.Checkpointer(first, tiers=far) as checkpointer:
+        save(checkpointer, 2)
+    assert steps_in(far) == [1, 2]
 
 
 def test_a_store_that_stays_dead_is_left_to_a_later_run(
@@ -143,47 +177,6 @@ def test_a_fenced_attempt_takes_another_name(first: Path, store: FarStore) -> No
     assert equal(ds.load(FAR, step=1)["model"], state(1))
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_fresh_disk_goes_on_above_what_the_store_has(
-    first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
-    """Also where the store could not be asked before the first checkpoints got their numbers."""
-    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
-    store.dead = late
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        save(checkpointer, 2)
-        save(checkpointer, 1)
-        store.dead = False
-        checkpointer.wait_drained()
-        save(checkpointer, 0)
-        checkpointer.wait_drained()
-        assert checkpointer.latest() == 0
-    assert steps_in(first) == [2, 1, 0]
-    assert steps_in(FAR)[-3:] == [2, 1, 0]
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.latest() == 0
-
-
-def test_what_was_restored_from_afar_is_older_than_what_follows(first: Path, tmp_path: Path, store: FarStore) -> None:
-    """Also where the store fails from then on, and the run ends before it has got anything."""
-    with ds.Checkpointer(tmp_path / "lost", tiers=FAR) as checkpointer:
-        for step in (1, 2, 3):
-            save(checkpointer, step)
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        assert checkpointer.restore([from_state_dict("model", state(0))]) is not None
-        store.dead = True
-        save(checkpointer, 4)
-    assert steps_in(first) == [4]
-    store.dead = False
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        restored = checkpointer.restore([from_state_dict("model", live := state(0))])
-        assert restored is not None
-        assert restored.step == 4
-        assert equal(live, state(4))
-
-
 def test_what_was_restored_stays_in_every_place_until_the_next_commit(
     first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,28 +210,6 @@ def test_each_tier_has_its_own_retention(first: Path, tmp_path: Path, store: Far
     assert steps_in(first) == [6, 7]
     assert steps_in(tmp_path / "second") == [5, 6, 7]
     assert steps_in(FAR) == [2, 4, 6, 7]
-
-
-def test_the_newest_of_all_places_is_restored(first: Path, tmp_path: Path, store: FarStore) -> None:
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:
-        for step in (1, 2):
-            save(checkpointer, step)
-    with ds.Checkpointer(tmp_path / "fresh", tiers=FAR) as checkpointer:
-        live = state(0)
-        restored = checkpointer.restore([from_state_dict("model", live)])
-        assert restored is not None
-        assert (restored.step, str(restored.path).rpartition("/")[0]) == (2, FAR)
-        assert equal(live, state(2))
-        assert checkpointer.steps() == [1, 2]
-        save(checkpointer, 3)
-    with ds.Checkpointer(first, tiers=FAR) as checkpointer:  # this disk is older than the store
-        assert checkpointer.latest() == 3
-        restored = checkpointer.restore([from_state_dict("model", live)])
-        assert restored is not None
-        assert restored.step == 3
-        restored = checkpointer.restore([from_state_dict("model", live)], step=2)
-        assert restored is not None
-        assert restored.path == first / "step-00000002"
 
 
 def test_a_tier_that_cannot_be_asked_may_have_the_newest(first: Path, store: FarStore) -> None:
@@ -362,7 +333,7 @@ def test_a_manifest_that_is_garbled_is_no_checkpoint_to_bring(first: Path, store
         ds.load(first, step=1)
 
 
-def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore) -> None:
+def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGTERM: an older checkpoint that is on its way is given up, too, and goes on later."""
     store.before = held = Held("piece")
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
@@ -370,14 +341,17 @@ def test_who_hurries_drops_all_but_the_newest(first: Path, store: FarStore) -> N
         assert held.reached.wait(60)
         for step in (2, 3):
             save(checkpointer, step)
+        (one,) = checkpointer._place.drains._every
+        go_on, drained = one.go_on, []
+        monkeypatch.setattr(one, "go_on", lambda: (drained.append(one.wait(0)), go_on()))
         hurrying = threading.Thread(target=checkpointer._finish, args=(None,))
         hurrying.start()
-        (one,) = checkpointer._place.drains._every
         while not one._hurries:
             pass
         held.go.set()
         hurrying.join()
         checkpointer.wait_drained()  # the process lives on
+    assert drained == [False]  # who waits for all is not told that the newest is enough
     assert steps_in(FAR) == [1, 2, 3]
     attempts = {one.path.name.rpartition(".")[2]: one.step for one in tier_of(Location(FAR)).checkpoints()}
     assert [attempts[name.split(".")[1]] for name in store.requests("upload")] == [1, 3, 2, 1]
@@ -400,7 +374,8 @@ def test_what_earlier_runs_left_does_not_hold_the_first_commit_up(first: Path, s
         checkpointer._place.drains.begin()
         assert held.reached.wait(60)
         (one,) = checkpointer._place.drains._every
-        assert (save(checkpointer, 2).committed, one.backlog.late) == (True, False)
+        assert save(checkpointer, 2).committed
+        assert one.backlog.newest == 0
         held.go.set()
     assert steps_in(FAR) == [1, 2]
 
@@ -482,3 +457,17 @@ def test_a_rank_does_not_send_what_the_target_will_not_keep(first: Path, tmp_pat
         backlog.add(Location(first / f"step-{step:08d}"))
     backlog.drop_outdated()
     assert [path.name for path in backlog._own] == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("looks", [Backlog.due, Backlog.drop_outdated], ids=["rank 0", "another rank"])
+def test_the_newest_is_not_the_one_that_was_committed_last(
+    looks: Callable[[Backlog], object], first: Path, tmp_path: Path
+) -> None:
+    with ds.Checkpointer(first) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+    backlog = Backlog([tier_of(Location(first))], tier_of(Location(tmp_path / "far")), Keep())
+    for step in (2, 1):
+        backlog.add(Location(first / f"step-{step:08d}"))
+    looks(backlog)
+    assert backlog.own_newest() == Location(first / "step-00000002")

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from far_store import FarStore
 
 import datastates as ds
 from datastates.commit.tiers import tier_of
+from datastates.draining import by_hand
 from datastates.draining.bring import Part, bring
 from datastates.draining.by_hand import Brought, bring_each, lacking
+from datastates.errors import CheckpointNotFoundError
 from datastates.providers import from_state_dict
 from datastates.storage import Location, register, store_of, stores
 from datastates.storage.buckets import Buckets
@@ -185,3 +188,47 @@ def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, targ
         there = sorted(one.step for one in tier_of(target).checkpoints(certain=True))
         assert there in ([1, 2], [2])
     check(target, *there, kept=False)
+
+
+@pytest.mark.parametrize("target", PLACES, indirect=True)
+@pytest.mark.parametrize("when", ["as it is listed", "before it is brought"])
+def test_a_run_deletes_what_a_command_is_to_bring(
+    first: Path, target: Location, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run keeps in its stead is brought."""
+    with ds.Checkpointer(first, keep_last=1) as checkpointer:
+        save(checkpointer, 1)
+        opened, look = by_hand._opened, partial(lacking, Location(first), target, only_newest=True)
+
+        def open_once(path: Location) -> Any:
+            monkeypatch.setattr(by_hand, "_opened", opened)
+            save(checkpointer, 2)
+            return opened(path)
+
+        if when == "as it is listed":
+            monkeypatch.setattr(by_hand, "_opened", open_once)
+        paths = look()
+        if when == "before it is brought":
+            save(checkpointer, 2)
+            with pytest.raises(CheckpointNotFoundError):
+                list(bring_each(paths, target, lambda *words: None))
+        (brought,) = bring_each(paths, target, lambda *words: None, look)
+        assert brought.damage is None
+    check(target, 2)
+
+
+@pytest.mark.parametrize("target", PLACES, indirect=True)
+def test_a_run_deletes_what_a_reader_has_listed(target: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader finds what was committed in its stead, and not something much older."""
+    with ds.Checkpointer(target.face, keep_last=1, keep_every=10) as checkpointer:
+        save(checkpointer, 10)
+        save(checkpointer, 11)
+        tier, look = tier_of(target), type(tier_of(target))._look
+
+        def look_late(self: Any, name: str, *words: Any, **more: Any) -> Any:
+            monkeypatch.setattr(type(tier), "_look", look)
+            save(checkpointer, 12)
+            return look(self, name, *words, **more)
+
+        monkeypatch.setattr(type(tier), "_look", look_late)
+        assert [one.step for one in tier.checkpoints()] == [10, 12]
