@@ -168,7 +168,7 @@ def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, targ
     """A user's ``rm`` minds no lock: what is copied comes whole or not at all, and training goes on."""
     with ds.Checkpointer(first, tiers=target.face) as checkpointer:
         (one,) = checkpointer._place.drains._every
-        busy, gone = one._around.is_busy, []
+        busy, gone = one._is_busy, []
 
         def delete() -> bool:
             if not gone:
@@ -176,7 +176,7 @@ def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, targ
                 shutil.rmtree(first / "step-00000001")
             return busy()
 
-        one._around = one._around._replace(is_busy=delete)
+        one._is_busy = delete
         save(checkpointer, 1)
         checkpointer.wait_drained(50)
         assert gone
