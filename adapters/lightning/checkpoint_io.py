@@ -151,7 +151,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
                 file.abandon()
 
         save = self.files.transaction(_called(final), publish)
-        save.shown = looks.whole(final, save.see)
+        save.shown, save.made = looks.whole(final, save.see), final
         with self.files.ending(save, file, alone=True):
             file.begin()
             save.written.append(self.files.write("checkpoint", checkpoint, file.written, self.lazy or _guarded()))

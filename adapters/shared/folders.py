@@ -117,6 +117,7 @@ class FolderCheckpoints:
                 pending.close()  # its lock said that the folder is not abandoned
 
         save = self.files.transaction(f"the checkpoint {final}", end)
+        save.made = target if world.rank == 0 else None
         failed = list[OSError]() if self.files.settings.on_error == "warn" else None
         self._under_way.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(map(has_ended, s))}

@@ -87,9 +87,7 @@ class Rounds(ABC):
         """Note a failure; returns the seconds until the next try, None if this was the last."""
         self.failure = text
         if self._is_last():
-            log.warning(
-                "not all checkpoints are in %s: a later run or datastates drain goes on: %s", self._place, text
-            )
+            log.warning("not all checkpoints are in %s: a later run or datastates drain goes on: %s", self._place, text)
             return None
         if is_new:
             log.warning("checkpoints wait to be brought to %s: %s", self._place, text)

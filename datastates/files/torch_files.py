@@ -197,7 +197,9 @@ class TorchFiles(InFlight):
         return [one for one in in_flight if pending.directory in Location(one.path).parents]
 
     def close(self) -> None:
-        """Wait until everything begun has ended, and free threads and memory. Idempotent.
+        """Wait until everything begun has ended and is in its tiers, and free threads and memory. Idempotent.
+
+        A tier that fails is not waited for.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
@@ -209,6 +211,7 @@ class TorchFiles(InFlight):
         self._ends.join()
         if self._engine is not None:
             self._engine.close()
+        self.drains.close()
         self._ends = self._engine = self._last = None
         try:
             self.finish()
