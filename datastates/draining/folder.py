@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from datastates.commit.names import final_of
 from datastates.errors import StorageError
+from datastates.formats import own
 from datastates.storage import Entry, folders_of
 from datastates.storage.location import Location
 
@@ -162,7 +163,8 @@ def _of_folder(path: Location, files: Files) -> Folder:
 def _has_end(path: Location, nbytes: int) -> bool:
     """Whether a file of ``torch.save`` has been written to its end."""
     at = nbytes - _ZIP_END_NBYTES
-    return at >= 0 and folders_of(path).read(path, at, _ZIP_END_NBYTES).startswith(_ZIP_END)
+    is_torchs = at >= 0 and folders_of(path).read(path, at, _ZIP_END_NBYTES).startswith(_ZIP_END)
+    return is_torchs or own.has_ending(path)
 
 
 def _recorded(path: Location) -> Folder | None:
