@@ -106,7 +106,7 @@ def record(path: Location, above: int) -> Folder | None:
     if (entry := folders.look(path)) is not None and entry.kind == "file":
         return _of_file(path, entry)
     files = _files(path)
-    if not files or _lacks(files):
+    if not files or _lacks(path, files):
         return None
     made = _of_folder(path, files)
     made = made._replace(number=max(made.number, above + 1))
@@ -194,11 +194,20 @@ def _files(folder: Location, before: str = "") -> Files:
     return files
 
 
-def _lacks(files: Files) -> bool:
+def _lacks(path: Location, files: Files) -> bool:
     """Whether a folder lacks what is written last, of what torch.distributed.checkpoint and Megatron write."""
-    if ".metadata" in files and not {"meta.pt", "metadata.json"} & files.keys():
+    if ".metadata" in files and "meta.pt" not in files and not _is_json(path / "metadata.json"):
         return True
     return any(f"{folder}.metadata" not in files for folder in _folders_with(".distcp", files))
+
+
+def _is_json(path: Location) -> bool:
+    """Whether a file has been written to its end."""
+    try:
+        json.loads(folders_of(path).read_all(path, _MOST))
+    except (StorageError, ValueError):
+        return False
+    return True
 
 
 def _folders_with(end: str, files: Files) -> set[str]:
@@ -208,7 +217,7 @@ def _folders_with(end: str, files: Files) -> set[str]:
 
 def _looks_complete(path: Location, files: Files) -> bool:
     of_deepspeed = _folders_with(_OF_DEEPSPEED, files)
-    if not ("" in of_deepspeed or any(mark in files for mark in _MARKS)) or _lacks(files):
+    if not ("" in of_deepspeed or any(mark in files for mark in _MARKS)) or _lacks(path, files):
         return False
     return all(_is_latest(path / folder if folder else path) for folder in of_deepspeed)
 

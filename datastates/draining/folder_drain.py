@@ -126,7 +126,7 @@ class FolderDrain(Rounds):
     @override
     def _round(self) -> bool | None:
         """Bring the newest checkpoint that is due."""
-        there = self._copies.every()
+        is_last, there = self._is_last(), self._copies.every()
         if self._above is None:
             self._above = max((copy.number for copy in there.values()), default=0)
         coming = {self._copies.key_of(one): one for one in self._source.every()}
@@ -135,7 +135,7 @@ class FolderDrain(Rounds):
         unwanted = {one.key for one in self._outdated([*(copy.kept for copy in there.values()), *arriving])}
         wanted = [one for one in arriving if one.key not in unwanted]
         if not wanted:
-            return False if self._source.waits else None
+            return False if self._source.waits and not is_last else None
         newest = max(wanted, key=lambda one: one.number)
         self._bring(due[newest.key], newest, {one.key for one in wanted})
         return True

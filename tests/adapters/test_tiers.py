@@ -28,9 +28,10 @@ IMPORTED = {
 STEPS = 16
 DIES = """
 import os, runpy, signal, sys
+from datastates.draining.folder_drain import FolderDrains
 from datastates.storage.buckets import Buckets
 
-upload, sent = Buckets.upload, set()
+upload, add, sent = Buckets.upload, FolderDrains.add, set()
 
 def upload_and_die(self, path, *rest):
     upload(self, path, *rest)
@@ -38,7 +39,11 @@ def upload_and_die(self, path, *rest):
     if len(sent) == 2:  # the first is whole, the second has begun
         os.kill(os.getpid(), signal.SIGKILL)
 
-Buckets.upload = upload_and_die
+def add_and_wait(self, path):
+    add(self, path)
+    self.wait()
+
+Buckets.upload, FolderDrains.add = upload_and_die, add_and_wait
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

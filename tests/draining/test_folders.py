@@ -379,6 +379,8 @@ def test_a_folder_waits_for_the_file_that_its_framework_writes_last(first: Path,
     made.add(Location(path))
     assert asked.wait(20)
     assert not made.wait(0.1)
+    (path / "metadata.json").write_text("")  # it is being written
+    assert not made.wait(0.1)
     assert names() == []
     (path / "metadata.json").write_text("{}")
     assert made.wait(20)
