@@ -250,7 +250,7 @@ class _Taken:
 
 def _pieces(path: Location, nbytes: int) -> Iterator[memoryview]:
     """The bytes of a file; those of a container are compared with its index."""
-    if not own.has_ending(path):
+    if not (own.has_ending(path) or own.has_beginning(path)):
         yield from _plain(path, nbytes)
         return
 

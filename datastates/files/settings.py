@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from datastates.config import IoOptions, IoSettings, Tiers, TierSettings
+from datastates.storage import Location, store_of
 
 
 class FileSettings(IoSettings):
@@ -29,8 +30,9 @@ class FileSettings(IoSettings):
 
     @field_validator("tiers")
     @classmethod
-    def _have_no_metric(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+    def _can_be(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
         for tier in tiers:
+            store_of(Location.of(tier.path))  # raises ValueError
             if tier.keep_best is not None:
                 raise ValueError(f"{tier.path}: keep_best: the files of a framework tell no metric")
         return tiers

@@ -197,9 +197,14 @@ class TorchFiles(InFlight):
         return [one for one in in_flight if pending.directory in Location(one.path).parents]
 
     def close(self) -> None:
-        """Wait until everything begun has ended and is in its tiers, and free threads and memory. Idempotent.
+        """As :meth:`free`; then wait until what has ended is in its tiers, but not for a tier that fails."""
+        try:
+            self.free()
+        finally:
+            self.drains.close()
 
-        A tier that fails is not waited for.
+    def free(self) -> None:
+        """Wait until everything begun has ended, and free threads and memory. Idempotent.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
@@ -211,7 +216,6 @@ class TorchFiles(InFlight):
         self._ends.join()
         if self._engine is not None:
             self._engine.close()
-        self.drains.close()
         self._ends = self._engine = self._last = None
         try:
             self.finish()

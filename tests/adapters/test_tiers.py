@@ -149,6 +149,32 @@ def test_killed_in_a_drain_it_is_completed_and_resumed_from_the_bucket(
     assert resumed["from"] > 0
     assert resumed["losses"] == whole["losses"][resumed["from"] :]
     assert difference(again, end) is None
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "tiers"
+NEEDS = {
+    "trainer": "transformers",
+    "accelerate_loop": "accelerate",
+    "lightning_fit": "lightning",
+    "deepspeed_loop": "deepspeed",
+    "megatron_loop": "megatron.core",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_the_examples_resume_from_the_bucket_alone(name: str, ranks: Any, tmp_path: Path, bucket: str) -> None:
+    pytest.importorskip(NEEDS[name])
+
+    def run(root: Path, place: str, steps: int) -> str:
+        options: dict[str, Any] = {"imported": (), "timeout": 200, "ACCELERATE_USE_CPU": "true", "LOCAL_SIZE": "1"}
+        (done,) = ranks(1, EXAMPLES / f"{name}.py", root, place, steps, **options)
+        found: str = done.stdout.splitlines()[-1]
+        assert "sum of the weights" in found, done.stdout
+        return found
+
+    whole, root = run(tmp_path / "whole", f"{bucket}-whole", 6), tmp_path / "run"
+    run(root, bucket, 4)
     shutil.rmtree(root)
-    assert main(["fetch", bucket, str(folder)]) == 0
-    program.run(root, "stock")  # the framework alone resumes what is in the bucket, too
+    assert main(["fetch", bucket, str(root / "checkpoints" if name == "accelerate_loop" else root)]) == 0
+    assert run(root, bucket, 6) == whole

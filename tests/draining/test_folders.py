@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -14,55 +13,17 @@ from typing import Any
 import pytest
 import torch
 from far_store import FarStore
+from framework_folders import FAR, contents, drain, drains, make, names
 
 from datastates.cli.commands import main
 from datastates.config import TierSettings
 from datastates.draining import folder
 from datastates.draining.copies import Copies
-from datastates.draining.folder_drain import FolderDrains
 from datastates.errors import StorageError
 from datastates.files.settings import FileSettings
-from datastates.files.torch_files import TorchFiles
 from datastates.storage import Location
 
-FAR = "far://bucket/run"
 Run = Callable[..., Any]
-
-
-def make(root: Path, step: int, salt: int = 0, name: str = "checkpoint-{}") -> Path:
-    """A folder as a Trainer writes it: one file of ours, one of torch, and small ones."""
-    path = root / name.format(step)
-    path.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(step + salt)
-    files = TorchFiles(FileSettings(host_cache="2MiB", block="1MiB"))
-    (path / "optimizer.pt").unlink(missing_ok=True)
-    files.write("optimizer", {"w": torch.randn(3000)}, path / "optimizer.pt", lambda *_: False).wait_committed()
-    files.close()
-    torch.save({"m": torch.randn(50_000)}, path / "model.bin")
-    (path / "sub").mkdir(exist_ok=True)
-    (path / "sub" / "empty").write_bytes(b"")
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "salt": salt}))
-    return path
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-    found.pop(folder.RECORD, None)
-    return found
-
-
-def drains(*tiers: TierSettings | str) -> FolderDrains:
-    return FolderDrains([one if isinstance(one, TierSettings) else TierSettings(one) for one in tiers], lambda: False)
-
-
-def drain(path: Path, *tiers: TierSettings | str) -> None:
-    made = drains(*tiers)
-    made.add(Location(path))
-    made.close()
-
-
-def names(place: str = FAR) -> list[str]:
-    return sorted(copy.name for copy in Copies(Location.of(place)).every().values())
 
 
 @pytest.fixture
@@ -187,14 +148,14 @@ def test_half_a_folder_never_travels(first: Path, store: FarStore, run: Run) -> 
     assert names() == ["checkpoint-10"]
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt"])
+@pytest.mark.parametrize("where", [40, 5000, -30, -3])
 def test_a_flipped_bit_does_not_travel(
-    first: Path, store: FarStore, file: str, caplog: pytest.LogCaptureFixture
+    first: Path, store: FarStore, where: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = make(first, 5)
+    path, file = make(first, 5), "optimizer.pt"
     at = os.stat(path / file).st_mtime_ns
     data = bytearray((path / file).read_bytes())
-    data[5000] ^= 1
+    data[where] ^= 1
     (path / file).write_bytes(data)
     os.utime(path / file, ns=(at, at))
     made = drains(FAR)
