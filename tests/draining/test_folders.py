@@ -241,9 +241,11 @@ def test_each_place_keeps_what_it_is_to_keep(first: Path, store: FarStore) -> No
     assert made.wait(0)
 
 
-def test_a_place_keeps_one_metric_less(first: Path) -> None:
+def test_what_no_place_can_be_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="no store is registered for far"):
+        FileSettings.of({"tiers": FAR})
     with pytest.raises(ValueError, match="keep_best"):
-        FileSettings.of({"tiers": [TierSettings(FAR, keep_best=1)]})
+        FileSettings.of({"tiers": [TierSettings("archive", keep_best=1)]})
 
 
 def test_what_a_killed_process_sent_is_swept_a_day_later(first: Path, store: FarStore) -> None:
