@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from typing_extensions import override
 
@@ -18,6 +19,8 @@ from datastates.draining.rounds import Rounds
 from datastates.errors import DatastatesError, FormatError, StorageError
 from datastates.storage.location import Location
 
+Context = Callable[[], AbstractContextManager[None]]
+
 
 class FolderDrains:
     """Brings the checkpoints of one framework's object to each of its tiers. Thread-safe.
@@ -26,14 +29,15 @@ class FolderDrains:
     where this one stopped.
     """
 
-    def __init__(self, tiers: Sequence[TierSettings], is_busy: Callable[[], bool]) -> None:
+    def __init__(self, tiers: Sequence[TierSettings], is_busy: Callable[[], bool], unwatched: Context) -> None:
         """Prepare; nothing is read or written yet.
 
         Args:
             tiers: The places, with the checkpoints that each keeps.
             is_busy: Whether a checkpoint is being saved: it comes first.
+            unwatched: A context in which looks at files wait for no checkpoint that is being saved.
         """
-        self._tiers, self._is_busy = tiers, is_busy
+        self._tiers, self._is_busy, self._unwatched = tiers, is_busy, unwatched
         self._source: _Source | None = None
         self._every: list[FolderDrain] = []
 
@@ -46,11 +50,12 @@ class FolderDrains:
             return
         if self._source is None:
             self._source = _Source(path.parent)
-            self._every = [FolderDrain(self._source, tier, self._is_busy) for tier in self._tiers]
+            self._every = [FolderDrain(self._source, tier, self._is_busy, self._unwatched) for tier in self._tiers]
         if path.parent != self._source.root:
             log.warning("%s is brought nowhere: only what lies in %s is brought to tiers", path, self._source.root)
             return
-        self._source.add(path)
+        with self._unwatched():
+            self._source.add(path)
         for drain in self._every:
             drain.begin()
 
@@ -112,9 +117,10 @@ class _Source:
 class FolderDrain(Rounds):
     """Brings the checkpoints of a directory to one place. Thread-safe."""
 
-    def __init__(self, source: _Source, tier: TierSettings, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, source: _Source, tier: TierSettings, is_busy: Callable[[], bool], unwatched: Context) -> None:
         """Prepare; nothing is read or written yet."""
         self._copies, self._source, self._tier = Copies(Location.of(tier.path)), source, tier
+        self._unwatched = unwatched
         super().__init__(self._copies.place, is_busy)
         self._above: int | None = None  # the highest number in the place before this run
         self._lost: set[str] = set()  # copies of what is damaged
@@ -125,7 +131,11 @@ class FolderDrain(Rounds):
 
     @override
     def _round(self) -> bool | None:
-        """Bring the newest checkpoint that is due."""
+        with self._unwatched():
+            return self._bring_newest()
+
+    def _bring_newest(self) -> bool | None:
+        """Bring the newest checkpoint that is due; returns as :meth:`Rounds._round`."""
         is_last, there = self._is_last(), self._copies.every()
         if self._above is None:
             self._above = max((copy.number for copy in there.values()), default=0)

@@ -32,7 +32,7 @@ class InFlight:
         self.saves: list[Transaction] = []
         """The last checkpoints that were put here, the oldest first; at most ``max_in_flight`` of them."""
         saves = self.saves
-        self.drains = FolderDrains(settings.tiers, lambda: any(not save.ended for save in saves))
+        self.drains = FolderDrains(settings.tiers, lambda: any(not save.ended for save in saves), looks.unwatched)
         """Bring complete checkpoints to further places."""
         self._last_failed = False  # whether the checkpoint that ended last has failed
         self._last: Transaction | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,28 @@ def test_a_dead_bucket_costs_a_run_nothing(
     assert 1 <= len(said) <= 2, said  # once while it trains, if it has come to that, and at the end
     assert main(["drain", str(one.root), bucket]) == 0
     assert copies(bucket) == [one.path(number).name for number in (1, 2)]
+
+
+def test_a_name_that_is_saved_again_at_once(make: Make, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What brings the first looks at a path under which the second is under way: it must not wait for that."""
+    one, go = make("ours", tiers=bucket, max_in_flight=4), threading.Event()
+    one.files.begin()
+    one.files.put(one.files.transaction("what comes before", lambda _: go.wait()))
+    for _ in range(2):
+        if hasattr(one, "io"):  # the others wait for the first before they begin the second
+            one.save(1)
+            one.train()
+    go.set()
+    one.save(1)
+    saved = one.state()
+    one.close()
+    assert copies(bucket) == [one.path(1).name]
+    shutil.rmtree(one.root)
+    assert main(["fetch", bucket, str(one.root)]) == 0
+    one.train()
+    one.load(1)
+    assert difference(one.state(), saved) is None
+    assert not [r for r in caplog.records if "waiting for" in r.getMessage()]
 
 
 class Program:

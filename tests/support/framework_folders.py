@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -41,7 +42,9 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def drains(*tiers: TierSettings | str) -> FolderDrains:
-    return FolderDrains([one if isinstance(one, TierSettings) else TierSettings(one) for one in tiers], lambda: False)
+    return FolderDrains(
+        [one if isinstance(one, TierSettings) else TierSettings(one) for one in tiers], lambda: False, nullcontext
+    )
 
 
 def drain(path: Path, *tiers: TierSettings | str) -> None:
