@@ -249,6 +249,9 @@ def _as_tier(one: object) -> object:
     return TierSettings(one) if isinstance(one, (str, os.PathLike)) else one
 
 
+Tiers = Annotated[tuple[TierSettings, ...], BeforeValidator(_as_tiers)]
+
+
 def _text(error: ErrorDetails) -> str:
     """What pydantic says of one wrong field."""
     return "unknown setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
@@ -258,7 +261,7 @@ class Settings(RankSettings, RetentionSettings):
     """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
 
     best_mode: Literal["min", "max"] = Field("min", description="Whether the lowest or the highest metric is the best.")
-    tiers: Annotated[tuple[TierSettings, ...], BeforeValidator(_as_tiers)] = Field(
+    tiers: Tiers = Field(
         (),
         description="Further places, in order, that each checkpoint is brought to in the background once it is "
         "committed in the directory: a path or an address each, or TierSettings with retention of their own. A restore "

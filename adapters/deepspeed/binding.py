@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ def _saving(original: Any) -> Any:
         if ours is None:
             return original(self, *args, **kwargs)
         _refuse_ungated(self)
+        if ours.settings.tiers:
+            _refuse_parts(self)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         if not given.arguments["save_dir"]:
@@ -189,6 +192,18 @@ def _refuse_ungated(engine: Any) -> None:
             raise SettingsError(
                 f"{what}: its optimizer does not wait for checkpoints to be captured; leave datastates_ckpt out"
             )
+
+
+def _refuse_parts(engine: Any) -> None:
+    """Raise, on all ranks, where a folder of DeepSpeed's is not all of a checkpoint: it must not travel alone."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    kind = None if state is None else state._shared_state.get("distributed_type")
+    for wrong, what in (
+        (engine._config.use_node_local_storage, "with use_node_local_storage, each host has a part of a checkpoint"),
+        (kind == "DEEPSPEED", "below accelerate and the Trainer, other files of a checkpoint lie beside DeepSpeed's"),
+    ):
+        if wrong:
+            raise SettingsError(f"tiers: {what}: leave it out, and use the command `datastates drain` after the run")
 
 
 def _saving_16bit(original: Any) -> Any:

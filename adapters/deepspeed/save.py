@@ -77,6 +77,7 @@ class Save(Transaction):
         self.attempt = world.token(name)
         self._vote = name
         self._latest = root / "latest" if root is not None and latest else None
+        self.made = root / tag if root is not None and world.rank == 0 else None
         self._world = world
         self._files: dict[HiddenFile, Snapshot] = {}
         self._old_are_gone = False

@@ -100,7 +100,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         call returns once the file has its name, and raises its failure: if something else in Lightning than its
         ``ModelCheckpoint`` saves, or a subclass of that, if a logger of the program's own hears of it, outside of
         ``fit``, or on another thread than the training thread. Where Lightning will not call :meth:`teardown` after it,
-        which is outside of ``fit`` and in ``AsyncCheckpointIO``, this call does.
+        which is outside of ``fit`` and in ``AsyncCheckpointIO``, this call frees threads and memory.
 
         Args:
             checkpoint: Lightning's checkpoint: nested containers with tensors in them.
@@ -118,7 +118,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             self.files.show(os.fspath(path), "Lightning's own plugin writes to the addresses of stores")
             return
-        with asking.closing(self.teardown):
+        with asking.closing(self._free):
             with _one_at_a_time, looks.unwatched():
                 self.files.begin()
                 try:
@@ -151,7 +151,7 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
                 file.abandon()
 
         save = self.files.transaction(_called(final), publish)
-        save.shown = looks.whole(final, save.see)
+        save.shown, save.made = looks.whole(final, save.see), final
         with self.files.ending(save, file, alone=True):
             file.begin()
             save.written.append(self.files.write("checkpoint", checkpoint, file.written, self.lazy or _guarded()))
@@ -197,8 +197,14 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         with _one_at_a_time:
             self.files.remove(file)
 
+    def _free(self) -> None:
+        with _one_at_a_time:
+            self.files.free()
+
     def teardown(self) -> None:
         """Wait until all checkpoints have ended, then free threads and memory; a later save allocates them again.
+
+        Waits until they are in their tiers, too, but not for a tier that fails.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.

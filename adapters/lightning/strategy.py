@@ -98,7 +98,7 @@ class StrategyCheckpoints(FolderCheckpoints):
             with self.sharded.writing(folder, [strategy.model], strategy.optimizers, snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
-        with asking.closing(self.close):
+        with asking.closing(self.free):
             self.save(final, write, needed=asking.needed(), meets=True)
 
     def _remove_checkpoint(self, filepath: Any) -> None:

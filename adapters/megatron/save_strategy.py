@@ -25,8 +25,9 @@ from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.shared.tried import warn_of_untried
+from datastates.files.settings import FileSettings
 from datastates.files.staging import Staged, is_large
-from datastates.files.torch_files import Lazy
+from datastates.files.torch_files import Lazy, TorchFiles
 from datastates.saving.snapshot import Snapshot
 from datastates.storage import Location
 
@@ -49,6 +50,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         keep_only_main_replica: bool = True,
         *,
         lazy: Lazy = is_large,
+        tiers: Any = None,
         **options: Unpack[WriterOptions],
     ) -> None:
         """Take the settings.
@@ -60,6 +62,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
                 by their place in the tensor, and one of them is saved. As in Megatron's strategy.
             lazy: Given a sharded tensor's key and its local data, whether only an optimizer step changes it. By
                 default, tensors of 64 KiB and more.
+            tiers: Further places that each checkpoint is brought to once Megatron has written its ``metadata.json``; as
+                for :class:`~datastates.files.settings.FileSettings`, also by ``DATASTATES_TIERS``.
             **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`.
 
         Raises:
@@ -71,6 +75,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         """This rank's last save: its progress and its report; None before the first."""
         self._lazy = lazy
         self._writer = DataStatesStorageWriter(overwrite=True, **options)
+        self._files = TorchFiles(FileSettings.of({"on_error": "warn", **({} if tiers is None else {"tiers": tiers})}))
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save, and return once the checkpoint is committed.
@@ -105,8 +110,12 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         return request(self._begin(sharded_state_dict, checkpoint_dir), async_strategy)
 
     def close(self) -> None:
-        """Wait for saves in flight, then free threads and memory. Idempotent; the next save allocates them again."""
+        """Wait for saves in flight, and until they are in their tiers, then free threads and memory. Idempotent.
+
+        A tier that fails is not waited for. The next save allocates threads and memory again.
+        """
         self._writer.close()
+        self._files.close()
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
         with refusing(self._writer):
@@ -137,7 +146,16 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         except BaseException as error:
             session.decline(turn, error)
             raise
+        if self._files.settings.tiers and torch.distributed.get_rank() == 0:
+            self._bring(self.last, directory)
         return self.last
+
+    def _bring(self, snapshot: Snapshot, directory: Location) -> None:
+        """Let a checkpoint be brought to the tiers once it is complete."""
+        self._files.begin()
+        save = self._files.transaction(f"the checkpoint {directory}", lambda failure: snapshot.wait_committed())
+        save.made = os.path.abspath(directory)
+        self._files.put(save)
 
     def _kept(self, part: Any, live: list[tuple[str, torch.Tensor]]) -> Any:
         """A sharded tensor with copied data, or live data, noted in ``live``, if it is lazy; an object as it is."""

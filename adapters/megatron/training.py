@@ -21,7 +21,11 @@ _LOAD = ("get_default_load_sharded_strategy", "TorchDistLoadShardedStrategy")
 
 
 def install(
-    checkpointing: ModuleType | None = None, *, lazy: Lazy = is_large, **options: Unpack[WriterOptions]
+    checkpointing: ModuleType | None = None,
+    *,
+    lazy: Lazy = is_large,
+    tiers: Any = None,
+    **options: Unpack[WriterOptions],
 ) -> None:
     """Let a Megatron training script save and load with this package. Call it before the script does either.
 
@@ -31,6 +35,7 @@ def install(
     Args:
         checkpointing: The module that makes the strategies; by default ``megatron.training.checkpointing``.
         lazy: As for :class:`DataStatesSaveStrategy`.
+        tiers: As for :class:`DataStatesSaveStrategy`.
         **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`, for both strategies.
 
     Raises:
@@ -46,7 +51,7 @@ def install(
 
     @functools.cache
     def saving() -> DataStatesSaveStrategy:
-        return DataStatesSaveStrategy(lazy=lazy, **options)
+        return DataStatesSaveStrategy(lazy=lazy, tiers=tiers, **options)
 
     # Megatron's arguments concern its own way to write and read: drop them
     for name in save:

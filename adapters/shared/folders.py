@@ -117,6 +117,7 @@ class FolderCheckpoints:
                 pending.close()  # its lock said that the folder is not abandoned
 
         save = self.files.transaction(f"the checkpoint {final}", end)
+        save.made = target if world.rank == 0 else None
         failed = list[OSError]() if self.files.settings.on_error == "warn" else None
         self._under_way.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(map(has_ended, s))}
@@ -203,13 +204,20 @@ class FolderCheckpoints:
             stock()
 
     def close(self) -> None:
+        """As :meth:`free`; then wait until what has ended is in its tiers, but not for a tier that fails."""
+        try:
+            self.free()
+        finally:
+            self.files.close()
+
+    def free(self) -> None:
         """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
         try:
-            self.files.close()
+            self.files.free()
         finally:
             self.sharded.close()
             if self._world is not None:

@@ -10,8 +10,9 @@ from datastates.cli.arguments import add_step, as_location
 from datastates.cli.output import IN_SHELL, WrongCallError, print_json, progress_bar, say
 from datastates.commit import health
 from datastates.commit.tiers import tier_of
+from datastates.draining import folders_by_hand
 from datastates.draining.by_hand import bring_each, lacking
-from datastates.errors import FormatError
+from datastates.errors import CheckpointNotFoundError, FormatError
 
 WHAT = "bring all checkpoints that another place lacks there, each byte checked; exit 1 when one is damaged"
 
@@ -29,18 +30,33 @@ def run(arguments: argparse.Namespace) -> int:
     return bring(arguments)
 
 
-def bring(arguments: argparse.Namespace, *, only_newest: bool = False) -> int:
-    """Bring what the target of the arguments lacks, and print what has become of each; returns the exit status."""
-    look = partial(lacking, arguments.source, arguments.target, arguments.step, only_newest=only_newest)
+def _bringing(arguments: argparse.Namespace, *, only_newest: bool) -> folders_by_hand.Bring:
+    """What brings the checkpoints of this package or, where there are none, those of frameworks."""
+    source, target, step = arguments.source, arguments.target, arguments.step
+    look = partial(lacking, source, target, step, only_newest=only_newest)
     try:
         paths = look()
     except FormatError:  # a ValueError, too
         raise
+    except (CheckpointNotFoundError, ValueError):
+        copies = folders_by_hand.fetching(source, target, step, only_newest=only_newest)
+        if (bring := copies or folders_by_hand.sending(source, target, step)) is None:
+            raise
+        return bring
+    return partial(bring_each, paths, target, again=look)
+
+
+def bring(arguments: argparse.Namespace, *, only_newest: bool = False) -> int:
+    """Bring what the target of the arguments lacks, and print what has become of each; returns the exit status."""
+    done = []
+    try:
+        each = _bringing(arguments, only_newest=only_newest)
+    except FormatError:  # a ValueError, too
+        raise
     except ValueError as error:
         raise WrongCallError(str(error)) from error
-    done = []
     with progress_bar("bring", quiet=arguments.json) as progress:
-        for one in bring_each(paths, arguments.target, progress, look):
+        for one in each(progress):
             done.append(one)
             if one.damage is not None:
                 output.complain(str(one.damage))
@@ -58,6 +74,6 @@ def bring(arguments: argparse.Namespace, *, only_newest: bool = False) -> int:
             for one in done
         ]
         print_json({"ok": all(one.damage is None for one in done), "checkpoints": every})
-    elif not paths:
+    elif not done:
         say(f"{arguments.target} has them all")
     return 1 if any(one.damage is not None for one in done) else 0

@@ -50,8 +50,8 @@ class Drains:
         self._own: dict[Location, Identity] = {}  # the newest of this run, the oldest first
         for number, (tier, keep) in enumerate(zip(tiers[1:], further, strict=True), 1):
             leads, stay = world.rank == tiers[0].leader, partial(self._stay_in, number)
-            around = Around(world.rank, leads, world.timeout, is_busy, stay, partial(self._free, number))
-            self._every.append(Drain(tiers[:number], tier, keep, around))
+            around = Around(world.rank, leads, world.timeout, stay, partial(self._free, number))
+            self._every.append(Drain(tiers[:number], tier, keep, around, is_busy))
 
     def begin(self) -> None:
         """Begin to ask the tiers what they have: the run begins to save."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from datastates._base import log
 from datastates._base.workers import Workers
+from datastates.draining.folder_drain import FolderDrains
 from datastates.errors import ClosedError, ThreadStartError
 from datastates.files import looks
 from datastates.files.settings import FileSettings
@@ -30,6 +31,9 @@ class InFlight:
         """The number of checkpoints that have failed so far."""
         self.saves: list[Transaction] = []
         """The last checkpoints that were put here, the oldest first; at most ``max_in_flight`` of them."""
+        saves = self.saves
+        self.drains = FolderDrains(settings.tiers, lambda: any(not save.ended for save in saves), looks.unwatched)
+        """Bring complete checkpoints to further places."""
         self._last_failed = False  # whether the checkpoint that ended last has failed
         self._last: Transaction | None = None
         self._ends: Workers | None = None
@@ -71,7 +75,7 @@ class InFlight:
 
     def put(self, save: Transaction) -> None:
         """Let a checkpoint end in the background, also if this call is interrupted. A second call does nothing."""
-        self._put(save, partial(save.end, self._count), self.saves)
+        self._put(save, partial(save.end, partial(self._count, save)), self.saves)
 
     def _put(self, save: Transaction, end: Callable[[], None], among: list[Transaction]) -> None:
         ends = self._start()
@@ -88,9 +92,11 @@ class InFlight:
             ends.do(end)  # who looks waits for it, and the files are under way
             raise
 
-    def _count(self, failure: BaseException | None) -> None:
+    def _count(self, save: Transaction, failure: BaseException | None) -> None:
         self.failures += failure is not None
         self._last_failed = failure is not None
+        if failure is None and save.made is not None:
+            self.drains.add(Location(save.made))
 
     def fail(self, name: str, error: BaseException) -> None:
         """Let a checkpoint that could not be begun count as failed; raises ``error`` with ``on_error="raise"``."""

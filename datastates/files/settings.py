@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from datastates.config import IoOptions, IoSettings
+from datastates.config import IoOptions, IoSettings, Tiers, TierSettings
+from datastates.storage import Location, store_of
 
 
 class FileSettings(IoSettings):
@@ -19,6 +22,20 @@ class FileSettings(IoSettings):
     max_in_flight: int = Field(
         2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save waits."
     )
+    tiers: Tiers = Field(
+        (),
+        description="Further places that each complete checkpoint is brought to in the background: a path or an "
+        "address each, or TierSettings with retention of their own.",
+    )
+
+    @field_validator("tiers")
+    @classmethod
+    def _can_be(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        for tier in tiers:
+            store_of(Location.of(tier.path))  # raises ValueError
+            if tier.keep_best is not None:
+                raise ValueError(f"{tier.path}: keep_best: the files of a framework tell no metric")
+        return tiers
 
 
 class FileOptions(IoOptions, total=False):
@@ -26,6 +43,7 @@ class FileOptions(IoOptions, total=False):
 
     on_error: Literal["raise", "warn"]
     max_in_flight: int
+    tiers: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | TierSettings]
 
 
 class FolderSettings(FileSettings):

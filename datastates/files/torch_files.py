@@ -197,6 +197,13 @@ class TorchFiles(InFlight):
         return [one for one in in_flight if pending.directory in Location(one.path).parents]
 
     def close(self) -> None:
+        """As :meth:`free`; then wait until what has ended is in its tiers, but not for a tier that fails."""
+        try:
+            self.free()
+        finally:
+            self.drains.close()
+
+    def free(self) -> None:
         """Wait until everything begun has ended, and free threads and memory. Idempotent.
 
         Raises:

@@ -10,6 +10,7 @@ from datastates._base.waiting import Flag
 from datastates.errors import CommitError, SnapshotAbandonedError
 from datastates.files import looks
 from datastates.saving.snapshot import Snapshot, wait_ended
+from datastates.storage.location import PathLike
 
 Publish = Callable[[BaseException | None], None]
 """Gives the files of a checkpoint their names, in agreement with the other ranks.
@@ -32,6 +33,7 @@ class Transaction:
         name: Its name in the log.
         written: The snapshots of this rank's files.
         shown: The paths at which code of this process may look for it, and then waits. None: nobody waits.
+        made: The folder or the file that it is once it has ended, on the rank that brings it to further places.
     """
 
     def __init__(self, name: str, publish: Publish, *, raises: bool) -> None:
@@ -45,6 +47,7 @@ class Transaction:
         self.name = name
         self.written: list[Snapshot] = []
         self.shown: looks.UnderWay | None = None
+        self.made: PathLike | None = None
         self._to_publish = [publish]  # who takes it ends the checkpoint
         self._raises = raises
         self._given_up: Exception | None = None

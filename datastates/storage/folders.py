@@ -154,6 +154,10 @@ class Folders(Store):
         Raises StorageError with EEXIST if something has the path; with ``exist_ok``, with ENOTDIR if no folder has it.
         """
 
+    def set_changed(self, path: Location, changed: int) -> None:
+        """Let a file have been changed last at a time, as :attr:`Entry.changed`, where the store keeps such times."""
+        del path, changed
+
     @abstractmethod
     def sync_folder(self, path: Location) -> None:
         """Put the names in a folder on stable storage."""

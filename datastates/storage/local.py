@@ -205,6 +205,11 @@ class LocalStore(Folders):
                     return
 
     @override
+    def set_changed(self, path: Location, changed: int) -> None:
+        with self._call("utime", path):
+            os.utime(path, ns=(changed, changed))
+
+    @override
     def sync_folder(self, path: Location) -> None:
         with self._call("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             try:

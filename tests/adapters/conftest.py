@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
+
+from datastates.storage import register, stores
+from datastates.storage.buckets import Buckets
 
 HERE = Path(__file__).parent
 FRAMEWORKS = {
@@ -47,3 +51,21 @@ def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
         return {line["word"]: line["value"] for line in lines}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a server with an empty bucket."""
+    pytest.importorskip("obstore")
+    with servers.server("localbucket", tmp_path_factory.mktemp("server")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def bucket(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of an empty place in a bucket of a server, which this process and those that it starts find."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
+    register("s3", Buckets(patience=5))
+    return f"{servers.ROOTS['localbucket']}/{tmp_path.name}"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from far_store import FarStore
 
-from datastates.draining import drain
+from datastates.draining import rounds
 from datastates.storage import register, stores
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FarStore:
     monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
-    monkeypatch.setattr(drain, "_LONGEST", 0.01)
-    monkeypatch.setattr(drain, "_SHORTEST", 0.01)
+    monkeypatch.setattr(rounds, "_LONGEST", 0.01)
+    monkeypatch.setattr(rounds, "_SHORTEST", 0.01)
     register("far", made := FarStore())
     return made
 

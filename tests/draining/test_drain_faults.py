@@ -17,7 +17,7 @@ from fault_server import FaultServer
 
 import datastates as ds
 from datastates.commit.tiers import tier_of
-from datastates.draining import drain
+from datastates.draining import rounds
 from datastates.draining.bring import Part, bring
 from datastates.errors import SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
@@ -56,8 +56,8 @@ def faults(proxy: FaultServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "_SHORTEST", 0.01)
-    monkeypatch.setattr(drain, "_LONGEST", 0.01)
+    monkeypatch.setattr(rounds, "_SHORTEST", 0.01)
+    monkeypatch.setattr(rounds, "_LONGEST", 0.01)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import command
 import pytest
 import servers
 import torch
+from framework_folders import contents, drain, make, names
 
 import datastates as ds
+from datastates.cli import commands
 from datastates.commit import manifest
 from datastates.commit.tiers import tier_of
 from datastates.providers import from_state_dict
@@ -173,3 +176,20 @@ def test_two_ranks_whose_first_tier_is_a_bucket(bucket: Location, tmp_path: Path
     assert files(near) == files(far) == files(disk)
     for step in (1, 2):
         assert equal(ds.load(disk, step=step)["model"], whole(step))
+
+
+def test_a_frameworks_folder_comes_back_whole(bucket: Location, tmp_path: Path) -> None:
+    run, first = f"{bucket}/run", tmp_path / "first"
+    for step, salt in ((5, 0), (10, 0), (10, 7)):  # the last one replaces the copy before it
+        drain(make(first, step, salt), run)
+    kept = {path.name: contents(path) for path in first.iterdir()}
+    assert names(run) == ["checkpoint-10", "checkpoint-5"]
+    there = store_of(bucket).entries(Location(run))
+    assert len([name for name in there if name.startswith("checkpoint-10.")]) == 2, "the old copy is still there"
+    shutil.rmtree(first)
+    assert commands.main(["fetch", run, str(first)]) == 0
+    assert {path.name for path in first.iterdir()} == {"checkpoint-10"}
+    assert commands.main(["fetch", run, str(first), "--step", "5"]) == 0
+    assert {path.name: contents(path) for path in first.iterdir()} == kept
+    assert commands.main(["drain", str(first), run]) == 0
+    assert len(store_of(bucket).entries(Location(run))) == 4

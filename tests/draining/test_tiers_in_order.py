@@ -18,7 +18,7 @@ from datastates._base.waiting import Bell
 from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
 from datastates.config import Keep, TierSettings
-from datastates.draining import drain, drains
+from datastates.draining import drain, drains, pace, rounds
 from datastates.draining.backlog import Backlog
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
 from datastates.providers import from_state_dict
@@ -260,8 +260,8 @@ def test_a_newer_run_fences_the_drains_of_an_older_one(
 def test_a_snapshot_in_flight_comes_first(first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drain waits for it between two pieces, but goes on in the end: there may always be one."""
     waits: list[float | None] = []
-    monkeypatch.setattr(drain, "_PIECE", 1)
-    monkeypatch.setattr(drain, "_ASIDE", 0.001)
+    monkeypatch.setattr(pace, "_PIECE", 1)
+    monkeypatch.setattr(pace, "_ASIDE", 0.001)
     wait = Bell.wait_for
 
     def wait_for(self: Bell, holds: Any, timeout: float | None = None) -> Any:
@@ -276,7 +276,7 @@ def test_a_snapshot_in_flight_comes_first(first: Path, store: FarStore, monkeypa
         assert not waits
         store.asked.clear()
         (one,) = checkpointer._place.drains._every
-        one._around = one._around._replace(is_busy=lambda: True)
+        one._pace._is_busy = lambda: True
         save(checkpointer, 2)
         checkpointer.wait_drained()
     assert len(waits) == len(store.requests("piece"))
@@ -414,8 +414,8 @@ def test_close_does_not_sleep_where_the_last_try_has_just_failed(
     first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be called while a try is under way."""
-    monkeypatch.setattr(drain, "_SHORTEST", 3600.0)
-    monkeypatch.setattr(drain, "_LONGEST", 3600.0)
+    monkeypatch.setattr(rounds, "_SHORTEST", 3600.0)
+    monkeypatch.setattr(rounds, "_LONGEST", 3600.0)
     checkpointer = ds.Checkpointer(first, tiers=FAR)
     (one,) = checkpointer._place.drains._every
     fail = one._failed
@@ -436,7 +436,7 @@ def test_close_does_not_sleep_where_the_last_try_has_just_failed(
 def test_after_sigterm_a_silent_store_is_not_waited_for_without_end(
     first: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drains, "_UNTOLD", 0.01)
+    monkeypatch.setattr(drains, "UNTOLD", 0.01)
     monkeypatch.setattr(drain, "_AHEAD", 0.01)
     store.before = held = Held("list")
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, targ
     """A user's ``rm`` minds no lock: what is copied comes whole or not at all, and training goes on."""
     with ds.Checkpointer(first, tiers=target.face) as checkpointer:
         (one,) = checkpointer._place.drains._every
-        busy, gone = one._around.is_busy, []
+        busy, gone = one._pace._is_busy, []
 
         def delete() -> bool:
             if not gone:
@@ -179,7 +180,7 @@ def test_a_source_that_is_deleted_meanwhile_costs_itself_alone(first: Path, targ
                 shutil.rmtree(first / "step-00000001")
             return busy()
 
-        one._around = one._around._replace(is_busy=delete)
+        one._pace._is_busy = delete
         save(checkpointer, 1)
         checkpointer.wait_drained(50)
         assert gone
@@ -224,10 +225,14 @@ def test_a_run_deletes_what_a_reader_has_listed(target: Location, monkeypatch: p
         save(checkpointer, 10)
         save(checkpointer, 11)
         tier, look = tier_of(target), type(tier_of(target))._look
+        first, saved = [12], threading.Event()
 
         def look_late(self: Any, name: str, *words: Any, **more: Any) -> Any:
             monkeypatch.setattr(type(tier), "_look", look)
-            save(checkpointer, 12)
+            if first:  # a store looks at several at once
+                save(checkpointer, first.pop())
+                saved.set()
+            assert saved.wait(60)
             return look(self, name, *words, **more)
 
         monkeypatch.setattr(type(tier), "_look", look_late)
