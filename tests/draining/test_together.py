@@ -225,12 +225,12 @@ def test_a_run_deletes_what_a_reader_has_listed(target: Location, monkeypatch: p
         save(checkpointer, 10)
         save(checkpointer, 11)
         tier, look = tier_of(target), type(tier_of(target))._look
-        first, saved = [12], threading.Event()
+        first, saved = threading.Lock(), threading.Event()
 
         def look_late(self: Any, name: str, *words: Any, **more: Any) -> Any:
             monkeypatch.setattr(type(tier), "_look", look)
-            if first:  # a store looks at several at once
-                save(checkpointer, first.pop())
+            if first.acquire(blocking=False):  # a store looks at several at once
+                save(checkpointer, 12)
                 saved.set()
             assert saved.wait(60)
             return look(self, name, *words, **more)
