@@ -83,6 +83,13 @@ class SpreadTier(DirectoryTier):
         return [one for one in opened.containers if nbytes.get(one.file) == one.nbytes]
 
     @override
+    def sends(self, path: Location) -> list[int]:
+        opened = manifest.open(path)
+        known = self._known.get((opened.step, opened.attempt))
+        first = {} if known is None else {rank: leaders[0] for rank, leaders in known.holders.items()}
+        return [rank for rank in super().sends(path) if first.get(rank, self.leader) == self.leader]
+
+    @override
     def lies_here(self, path: Location) -> bool:
         return nowhere(path) is None
 

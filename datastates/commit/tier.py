@@ -152,6 +152,10 @@ class Listing(ABC):
         """The containers of a checkpoint that this process can read here; raises as :func:`manifest.open`."""
         return [*manifest.open(path).containers]
 
+    def sends(self, path: Location) -> list[int]:
+        """The ranks whose containers are brought to further tiers from here; raises as :meth:`holds`."""
+        return [one.rank for one in self.holds(path)]
+
     def here(self, path: Location, step: int, attempt: str) -> Location:
         """The path in this process's place of the checkpoint that rank 0 has at ``path``."""
         del step, attempt

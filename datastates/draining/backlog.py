@@ -90,9 +90,9 @@ class Backlog:
         return one.path.parent != self._target.root or retention.is_whole(self._target, one)
 
     def held(self, one: Committed) -> list[int]:
-        """The ranks whose containers of a checkpoint are in reach of this process."""
+        """The ranks whose containers of a checkpoint this process brings."""
         tier = next(tier for tier in self._before if tier.root == one.path.parent)
-        return [entry.rank for entry in tier.holds(one.path)]
+        return tier.sends(one.path)
 
     def arriving(self, one: Committed, mark: bytes) -> Uncommitted | Location:
         """As :meth:`Tier.arriving`."""

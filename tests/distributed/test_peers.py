@@ -16,7 +16,7 @@ from per_host_job import OPTIONS, RANKS, host_of, names, restore, save
 
 import datastates as ds
 from datastates.commit import carry, hosts
-from datastates.draining import peers
+from datastates.draining import bring, peers
 from datastates.errors import SettingsError, StorageError
 from datastates.ranks.link import Link
 from datastates.storage import Location
@@ -218,6 +218,16 @@ def test_a_newer_checkpoint_goes_first(job: Any, tmp_path: Path, monkeypatch: py
     meet = threading.Barrier(RANKS)
     assert job(do, peers=1) == [None] * RANKS
     assert sent == {"step-00000001", "step-00000004"}
+
+
+def test_of_two_copies_one_goes_on(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job(copied(1), peers=1)
+    sent, compared = [], bring.compared
+    monkeypatch.setattr(bring, "compared", lambda one, pace: sent.append(one.path.name) or compared(one, pace))
+    tiers = {"tiers": [tmp_path / "far"]}
+    job(lambda ckpt, state, rank: (save(2)(ckpt, state, rank), ckpt.wait_drained(60)), **tiers)
+    assert names(tmp_path / "far") == ["step-00000001", "step-00000002"]
+    assert sorted(sent) == sorted(2 * EVERY)
 
 
 def test_a_forked_child_closes_at_once(job: Any) -> None:
