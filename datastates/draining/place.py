@@ -89,7 +89,9 @@ class Place:
             CommitError, RanksMissingError: As :func:`meet` does.
             SettingsError: ``peers`` is set, and the ranks do not meet through torch.distributed.
         """
-        has_peers = bool(self._settings.peers)
+        has_peers, link = bool(self._settings.peers), None if world.place is None else world.place.link
+        if has_peers and world.size > 1 and link is None:
+            raise SettingsError("peers: copies go through torch.distributed: initialize it first")
         first, (keep, *further) = self._tiers[0], self._settings.keeps
         if (further or has_peers) and keep.last is None and first.in_memory:
             keep = replace(keep, last=1)
@@ -109,10 +111,8 @@ class Place:
             stay=self._stay if further or has_peers else None,
             committed=self._committed,
         )
-        if isinstance(first, SpreadTier) and has_peers:
-            if world.place is None or world.place.link is None:
-                raise SettingsError("peers: copies go through torch.distributed: initialize it first")
-            self.peers = Peers(first, self.run, world, world.place.link, is_busy)
+        if isinstance(first, SpreadTier) and has_peers and link is not None:
+            self.peers = Peers(first, self.run, world, link, is_busy)
         elif has_peers:
             log.warning("peers: no copies are kept, as there is one rank only")
         self.drains = Drains(

@@ -316,7 +316,9 @@ class Stored:
 
         Raises:
             StorageError: A container is missing.
+            ElsewhereError: Some are on other hosts.
         """
+        self.open_containers(range(self.head.ranks), needed=True)
         tables = [source.index.shards for source in self.every()]
         if self.lost:
             rank, path = min(self.lost.items())

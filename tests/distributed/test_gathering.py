@@ -12,9 +12,11 @@ import pytest
 from per_host_job import RANKS, SHAPES, host_of, names, restore, save
 from split_state import Split
 
-from datastates.commit import gathering
-from datastates.commit.gathering import Gathering
+from datastates.commit import gathering, manifest
+from datastates.commit.gathering import ElsewhereError, Gathering
 from datastates.errors import CorruptError, RestoreError
+from datastates.reading.head import Head
+from datastates.reading.stored import Stored
 from datastates.storage import Location
 
 pytestmark = pytest.mark.usefixtures("links")
@@ -122,6 +124,21 @@ def test_a_host_comes_before_a_place_that_all_reach(job: Any, tmp_path: Path, br
     for host in "ab":
         shutil.rmtree(tmp_path / host / "run")
     assert [[*one] for one in job(source, **tiers)] == [[str(tmp_path / "far")]] * RANKS
+
+
+def test_names_are_looked_for_in_all_containers(job: Any, tmp_path: Path) -> None:
+    """As where keys are renamed."""
+    job(save(1))
+
+    def missed(ckpt: Any, state: Any, rank: int) -> list[int]:
+        tier = ckpt._place.listing
+        (one,) = tier.checkpoints()
+        stored = Stored(Head.of(one.path, manifest.open(one.path)), gathering=tier.gathering())
+        with pytest.raises(ElsewhereError) as caught:
+            stored.keys  # noqa: B018
+        return caught.value.ranks
+
+    assert job(missed) == [[2, 3], [2, 3], [0, 1], [0, 1]]
 
 
 def test_a_host_that_fails_to_send_is_told_by_name(
