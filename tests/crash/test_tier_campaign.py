@@ -14,7 +14,7 @@ SHORT, LONG = 5, 40
 
 @pytest.mark.parametrize(
     ("far", "rounds"),
-    [("disk", SHORT), *(pytest.param(far, LONG, marks=pytest.mark.long) for far in ("disk", "moto", "localbucket"))],
+    [("disk", SHORT), *(pytest.param(far, LONG, marks=pytest.mark.by_hand) for far in ("disk", "moto", "localbucket"))],
 )
 @pytest.mark.timeout(400)
 def test_rounds_of_runs_with_a_far_place_commands_and_kills(
