@@ -143,7 +143,7 @@ class Stored:
         """
         new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
         *nearer, last = self._heads
-        for head in nearer:
+        for head in nearer or ([last] if self._gathering is not None else []):
             for rank in new:
                 self._open_there(rank, self._named(rank, head))
             new = [rank for rank in new if rank not in self._opened]

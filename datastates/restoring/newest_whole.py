@@ -166,7 +166,8 @@ def restore(
             continue
         if result is None:
             assert error is not None
-            raise error
+            with contextlib.nullcontext() if request.fallback else advised(tier, stored.path, request):
+                raise error
         result.passed_over = passed
         if passed:
             log.warning("restored step %d, as what is newer is damaged: %s", result.step, _listed(passed))

@@ -24,7 +24,9 @@ from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.world import SoloWorld, World
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
-from per_host_job import job  # noqa: F401
+import per_host_job
+
+job = per_host_job.job
 
 Reports = list[dict[str, dict[str, Any]]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from split_state import Split
 
 from datastates.commit import gathering, manifest
 from datastates.commit.gathering import ElsewhereError, Gathering
-from datastates.errors import CorruptError, RestoreError
+from datastates.container.file import read_index
+from datastates.errors import CorruptError, FormatError, RestoreError
 from datastates.reading.head import Head
 from datastates.reading.stored import Stored
 from datastates.storage import Location
@@ -78,29 +78,34 @@ def test_what_hosts_hold_alike_comes_to_each_host_once(
     job: Any, tmp_path: Path, brought: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = [Split.replicas("same", SHAPES, rank, RANKS) for rank in range(RANKS)]
-    each = lambda rank: "abcd"[rank]  # noqa: E731
-    job(lambda ckpt, _, rank: save(1)(ckpt, [state[rank]], rank), each)
+    job(lambda ckpt, _, rank: save(1)(ckpt, [state[rank]], rank), "abcd".__getitem__)
     assert "hold some arrays alike" not in caplog.text
-    assert job(lambda ckpt, _, rank: restore(ckpt, [state[rank]], rank), each) == [1] * RANKS
+    assert job(lambda ckpt, _, rank: restore(ckpt, [state[rank]], rank), "abcd".__getitem__) == [1] * RANKS
     came = [(container, receiver) for container, _, receiver in brought]
     assert len(came) == 2 * len({*came})  # once to each host, as its sender and its receiver have noted
     assert {receiver for _, receiver in came} == {*range(RANKS)}
 
 
-def test_a_damaged_container_is_brought_from_a_copy(job: Any, tmp_path: Path, brought: Any) -> None:
-    job(save(1))
+@pytest.mark.parametrize(("where", "kind"), [("data", CorruptError), ("index", FormatError)])
+def test_a_damaged_container_is_brought_from_a_copy(
+    where: str, kind: type[Exception], job: Any, tmp_path: Path, brought: Any
+) -> None:
+    job(save(1, 2))
     job(restore, lambda rank: "ba"[rank // 2])  # each host has everything now
-    whole = (tmp_path / "b" / "run" / "step-00000001" / EVERY[3]).read_bytes()
-    flip(tmp_path / "b" / "run" / "step-00000001" / EVERY[3])
+    damaged = [tmp_path / host / "run" / "step-00000002" / EVERY[3] for host in "ba"]
+    whole = damaged[0].read_bytes()
+    at = 2000 if where == "data" else whole.index(read_index(Location(damaged[0])).index) + 9
+    flip(damaged[0], at)
     brought.clear()
-    assert job(restore) == [1] * RANKS
+    assert job(restore) == [2] * RANKS
     assert {*brought} == {(3, 0, 3)}
-    assert (tmp_path / "b" / "run" / "step-00000001" / EVERY[3]).read_bytes() == whole
-    for host in "ab":  # no copy is whole: it is damaged, and what is damaged is not sent
-        flip(tmp_path / host / "run" / "step-00000001" / EVERY[3])
+    assert damaged[0].read_bytes() == whole
+    for file in damaged:  # no copy is whole, and what is damaged is not sent
+        flip(file, at)
     told = job(restore)
-    assert isinstance(told[3], CorruptError)
-    assert f"{tmp_path}/b/run/step-00000001/{EVERY[3]}" in str(told[3])
+    assert isinstance(told[3], kind)
+    assert str(damaged[0]) in str(told[3])
+    assert "step=1" in str(told[3])  # an older checkpoint that looks whole
 
 
 def test_the_next_holder_is_asked(job: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,8 +122,7 @@ def test_the_next_holder_is_asked(job: Any, tmp_path: Path, caplog: pytest.LogCa
 def test_a_host_comes_before_a_place_that_all_reach(job: Any, tmp_path: Path, brought: Any) -> None:
     tiers = {"tiers": [tmp_path / "far"]}
     job(lambda ckpt, state, rank: (save(1)(ckpt, state, rank), ckpt.wait_drained(60)), **tiers)
-    moved: Callable[[int], str] = lambda rank: "ba"[rank // 2]  # noqa: E731
-    told = job(source, moved, **tiers)
+    told = job(source, lambda rank: "ba"[rank // 2], **tiers)
     assert all(str(tmp_path / "far") not in one for one in told)
     assert brought
     for host in "ab":
@@ -135,7 +139,7 @@ def test_names_are_looked_for_in_all_containers(job: Any, tmp_path: Path) -> Non
         (one,) = tier.checkpoints()
         stored = Stored(Head.of(one.path, manifest.open(one.path)), gathering=tier.gathering())
         with pytest.raises(ElsewhereError) as caught:
-            stored.keys  # noqa: B018
+            _ = stored.keys
         return caught.value.ranks
 
     assert job(missed) == [[2, 3], [2, 3], [0, 1], [0, 1]]
