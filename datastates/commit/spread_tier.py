@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from typing_extensions import override
 
@@ -86,8 +86,13 @@ class SpreadTier(DirectoryTier):
     def sends(self, path: Location) -> list[int]:
         opened = manifest.open(path)
         known = self._known.get((opened.step, opened.attempt))
-        first = {} if known is None else {rank: leaders[0] for rank, leaders in known.holders.items()}
-        return [rank for rank in super().sends(path) if first.get(rank, self.leader) == self.leader]
+        holders = {} if known is None else known.holders
+        return [rank for rank in super().sends(path) if self._sender(rank, holders.get(rank, ())) == self.leader]
+
+    def _sender(self, rank: int, holders: Sequence[int]) -> int:
+        """The leader of the directory that a container is brought on from: that of its rank, if it is there."""
+        own = self.hosts.leaders[rank] if rank < len(self.hosts.leaders) else -1
+        return own if own in holders else holders[0] if holders else self.leader
 
     @override
     def lies_here(self, path: Location) -> bool:
