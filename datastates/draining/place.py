@@ -161,10 +161,10 @@ class Place:
         return "; ".join(filter(None, rest))
 
     def hurry(self, end: float | None) -> None:
-        """As :meth:`Drains.hurry`, with the copies on other hosts."""
+        """As :meth:`Drains.hurry`; then wait for the copies on other hosts, which go on meanwhile."""
+        self.drains.hurry(end)
         if self.peers is not None:
             self.peers.wait(UNTOLD if end is None else max(0.0, end - time.monotonic()))
-        self.drains.hurry(end)
 
     def close(self, part: Callable[[], None]) -> None:
         """Bring what is due to the other tiers and hosts, and give up the right to save. Can be repeated.

@@ -17,6 +17,7 @@ from per_host_job import OPTIONS, RANKS, host_of, names, restore, save
 import datastates as ds
 from datastates.commit import carry, hosts
 from datastates.draining import bring, peers
+from datastates.draining.drains import Drains
 from datastates.errors import SettingsError, StorageError
 from datastates.ranks.link import Link
 from datastates.storage import Location
@@ -223,11 +224,21 @@ def test_a_newer_checkpoint_goes_first(job: Any, tmp_path: Path, monkeypatch: py
 def test_of_two_copies_one_goes_on(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(copied(1), peers=1)
     sent, compared = [], bring.compared
-    monkeypatch.setattr(bring, "compared", lambda one, pace: sent.append(one.path.name) or compared(one, pace))
+    monkeypatch.setattr(bring, "compared", lambda one, pace: sent.append(str(one.path)) or compared(one, pace))
     tiers = {"tiers": [tmp_path / "far"]}
     job(lambda ckpt, state, rank: (save(2)(ckpt, state, rank), ckpt.wait_drained(60)), **tiers)
     assert names(tmp_path / "far") == ["step-00000001", "step-00000002"]
-    assert sorted(sent) == sorted(2 * EVERY)
+    of_first = {one for one in sent if "step-00000001" in one}
+    assert of_first == {f"{tmp_path}/{host_of(r)}/run/step-00000001/{EVERY[r]}" for r in range(RANKS)}
+
+
+def test_after_sigterm_copies_are_waited_for_last(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on meanwhile, and a silent peer must not take the time of what goes to a safer place."""
+    calls: list[str] = []
+    monkeypatch.setattr(Drains, "hurry", lambda self, end: calls.append("hurry"))
+    monkeypatch.setattr(peers.Peers, "wait", lambda self, timeout=None: calls.append("wait") or "")
+    job(lambda ckpt, state, rank: ckpt._finish(None) if rank == 0 else None, peers=1)
+    assert calls == ["hurry", "wait"]
 
 
 def test_a_forked_child_closes_at_once(job: Any) -> None:
