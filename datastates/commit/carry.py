@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from datastates.container import every_byte
-from datastates.container.file import Named, open_named, read_index
+from datastates.container.file import Container, Named, open_named, read_index
 from datastates.errors import CorruptError, FormatError
 from datastates.ranks.link import Link
 from datastates.storage import store_of
@@ -35,18 +35,24 @@ def compared(one: Named, pace: Callable[[int], object] = lambda nbytes: None) ->
         FormatError: The file is not the container that is named.
         StorageError: It cannot be read.
     """
+    (source,) = open_named([one])
+    for data in every(source):
+        pace(len(data))
+        yield data
+
+
+def every(source: Container) -> Iterator[memoryview]:
+    """As :func:`compared`, of an opened container."""
 
     def wrong(key: str, what: str) -> None:
-        raise CorruptError(f"{key!r} in {one.path} {what}, and is not copied", key=key, path=str(one.path))
+        raise CorruptError(f"{key!r} in {source.path} {what}, and is not copied", key=key, path=str(source.path))
 
-    (source,) = open_named([one])
     at = 0
     for data in every_byte.read(source, wrong):
-        pace(len(data))
         at += len(data)
         yield data
-    if at != one.nbytes:
-        raise FormatError(f"{one.path} has bytes that its index does not describe")
+    if at != source.nbytes:
+        raise FormatError(f"{source.path} has bytes that its index does not describe")
 
 
 def send(link: Link, one: Named, pace: Callable[[int], object] = lambda nbytes: None) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from datastates._base import log
 from datastates._base.tasks import each
-from datastates.commit import names
+from datastates.commit import carry, names
 from datastates.commit.decision import Patience, decide
-from datastates.container import checksums, every_byte
+from datastates.container import checksums
 from datastates.container.file import open_container
 from datastates.draining import folder
 from datastates.draining.folder import Folder, Kept
@@ -250,14 +250,8 @@ class _Taken:
 
 def _pieces(path: Location, nbytes: int) -> Iterator[memoryview]:
     """The bytes of a file; those of a container are compared with its index."""
-    if not (own.has_ending(path) or own.has_beginning(path)):
-        yield from _plain(path, nbytes)
-        return
-
-    def wrong(key: str, what: str) -> None:
-        raise CorruptError(f"{key!r} in {path} {what}, and is not copied", key=key, path=str(path))
-
-    yield from every_byte.read(open_container(path), wrong)
+    is_ours = own.has_ending(path) or own.has_beginning(path)
+    return carry.every(open_container(path)) if is_ours else _plain(path, nbytes)
 
 
 def _plain(path: Location, nbytes: int) -> Iterator[memoryview]:

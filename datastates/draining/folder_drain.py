@@ -60,7 +60,7 @@ class FolderDrains:
             drain.begin()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is due; False if something is after ``timeout`` seconds for each tier, or was given up."""
+        """As :meth:`Rounds.wait`, for one tier after the other. ``timeout`` holds for each."""
         return all(drain.wait(timeout) for drain in self._every)
 
     def close(self) -> None:
