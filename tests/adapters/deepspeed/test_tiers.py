@@ -81,3 +81,35 @@ def test_half_a_tag_stays_where_it_is(train: Any, tmp_path: Path, bucket: str) -
     train(2, AFTER, root, bucket)
     assert main(["drain", str(root), bucket]) == 0
     assert sorted(one.name for one in Copies(Location(bucket)).every().values()) == ["global_step2", "global_step3"]
+
+
+REFUSED = """
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+root, bucket = Path(sys.argv[1]), sys.argv[2]
+trained = engine(2, {**OURS, "tiers": [{"path": bucket}]})
+texts = []
+for set_up in ("alone", "node", "accelerate"):
+    trained._config.use_node_local_storage = set_up == "node"
+    if set_up == "accelerate":
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    try:
+        trained.save_checkpoint(root, tag=set_up)
+        texts.append("")
+    except ValueError as error:
+        texts.append(str(error))
+say("texts", texts)
+trained.destroy()
+"""
+
+
+def test_a_folder_that_is_not_all_of_a_checkpoint_does_not_travel(
+    train: Any, said: Any, tmp_path: Path, bucket: str
+) -> None:
+    pytest.importorskip("accelerate")
+    for texts in (said(done)["texts"] for done in train(2, REFUSED, tmp_path / "run", bucket)):
+        assert texts[0] == ""
+        assert texts[1].startswith("tiers: with use_node_local_storage, each host has a part of a checkpoint: leave")
+        assert texts[2].startswith("tiers: below accelerate and the Trainer, other files of a checkpoint lie beside")
+    assert [one.name for one in Copies(Location(bucket)).every().values()] == ["alone"]
