@@ -359,8 +359,8 @@ class Executor:
                 not yet being copied to the host; 0 for none. A margin of the device's memory is left free.
         """
 
-    def reserve(self, nbytes: int) -> None:
-        """Allocate memory for ``nbytes`` of the host cache in the background."""
+    def prepare_cache(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` of the host cache in the background, while nothing is read."""
 
     def prepare_device(self, device: int) -> None:
         """Make a CUDA device known before its first job, so that reserved memory is page-locked for it."""

@@ -99,13 +99,13 @@ class Executor:
             self._native = None
 
     def prepare(self, device: int, nbytes: int) -> None:
-        """Allocate ``nbytes`` of the host cache in the background and page-lock them for a CUDA device.
+        """Allocate ``nbytes`` of the host cache, page-locked for a CUDA device, in the background and after reads.
 
         Raises:
             DeviceError: There is no such device.
         """
         self._core().prepare_device(device)
-        self._core().reserve(nbytes)
+        self._core().prepare_cache(nbytes)
 
     def submit_write(
         self,

@@ -268,7 +268,7 @@ void bind_executor(py::module_& module) {
         .def_property_readonly("cache_bytes", &Executor::cache_bytes)
         .def_property_readonly("block_bytes", &Executor::block_bytes)
         .def_property_readonly("pinned", &Executor::pinned)
-        .def("reserve", &Executor::reserve, "nbytes"_a, py::call_guard<NoGil>())
+        .def("prepare_cache", &Executor::prepare_cache, "nbytes"_a, py::call_guard<NoGil>())
         .def("prepare_device", &Executor::prepare_device, "device"_a, py::call_guard<NoGil>())
         .def(
             "submit_write",

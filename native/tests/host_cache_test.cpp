@@ -95,6 +95,26 @@ TEST(tells_when_memory_has_become_usable) {
     CHECK_EQ(calls.load(), before);
 }
 
+TEST(what_is_prepared_gives_way_to_a_hurry) {
+    HostCache cache(64 * kMiB, 4 * kMiB);
+    {
+        const HostCache::Hurry first(cache);
+        const HostCache::Hurry second(cache);
+        cache.prepare(48 * kMiB);
+        cache.wait_settled();
+        CHECK_EQ(cache.reserved(), 48 * kMiB);
+        CHECK(cache.populated().empty());
+        cache.reserve(16 * kMiB);
+        cache.wait_settled();
+        CHECK_EQ(cache.populated().size(), 16 * kMiB);
+    }
+    cache.wait_settled();
+    CHECK_EQ(cache.populated().size(), 48 * kMiB);
+    cache.reserve(32 * kMiB);  // it is there
+    cache.wait_settled();
+    CHECK_EQ(cache.populated().size(), 48 * kMiB);
+}
+
 TEST(many_threads_share_few_blocks) {
     HostCache cache(3 * 4096, 4096);
     cache.reserve(3 * 4096);

@@ -168,7 +168,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
 
     /// Backs `bytes` of the host cache with memory, in the background; also page-locks it once a
     /// device is known. Jobs reserve more when they need it.
-    void reserve(std::uint64_t bytes) { cache_.reserve(bytes); }
+    void prepare_cache(std::uint64_t bytes) { cache_.prepare(bytes); }
     /// Creates the device's copy engine and compiles its kernels before the first job. Throws Error
     /// "cuda" when there is no such device.
     void prepare_device(int device) { engines_.at(device)->prepare(); }

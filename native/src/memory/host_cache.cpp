@@ -115,19 +115,29 @@ HostCache::~HostCache() {
     ::munmap(region_.data(), region_.size());
 }
 
-void HostCache::reserve(std::uint64_t bytes) {
+void HostCache::reserve(std::uint64_t bytes) { extend(reserved_, bytes); }
+
+void HostCache::prepare(std::uint64_t bytes) { extend(prepared_, bytes); }
+
+void HostCache::extend(std::size_t& pieces, std::uint64_t bytes) {
     const std::scoped_lock lock(mutex_);
-    const std::size_t wanted = std::min<std::uint64_t>(bytes, region_.size());
-    const std::size_t pieces = (wanted + piece_bytes_ - 1) / piece_bytes_;
-    if (pieces <= reserved_) return;
+    const std::size_t fitting = std::min<std::uint64_t>(bytes, region_.size());
+    const std::size_t asked = (fitting + piece_bytes_ - 1) / piece_bytes_;
+    if (asked <= pieces) return;
     if (workers_.empty()) start_workers();
-    reserved_ = pieces;
+    pieces = asked;
     work_.notify_all();
+}
+
+void HostCache::hurry(int more) {
+    const std::scoped_lock lock(mutex_);
+    hurries_ += more;
+    if (hurries_ == 0) work_.notify_all();
 }
 
 std::size_t HostCache::reserved() const {
     const std::scoped_lock lock(mutex_);
-    return std::min(reserved_ * piece_bytes_, region_.size());
+    return std::min(std::max(reserved_, prepared_) * piece_bytes_, region_.size());
 }
 
 std::span<std::byte> HostCache::populated() const {
@@ -151,9 +161,9 @@ void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
 
 bool HostCache::pinned() const {
     const std::scoped_lock lock(mutex_);
-    return reserved_ > 0 &&
-           std::all_of(pieces_.begin(), pieces_.begin() + static_cast<std::ptrdiff_t>(reserved_),
-                       [](const Piece& piece) { return piece.page_lock != nullptr; });
+    const auto count = static_cast<std::ptrdiff_t>(std::max(reserved_, prepared_));
+    return count > 0 && std::all_of(pieces_.begin(), pieces_.begin() + count,
+                                    [](const Piece& piece) { return piece.page_lock != nullptr; });
 }
 
 void HostCache::wait_settled() const {
@@ -186,7 +196,7 @@ void HostCache::start_workers() {
 
 bool HostCache::needs_work(const Piece& piece) const {
     const auto index = static_cast<std::size_t>(&piece - pieces_.data());
-    return index < reserved_ && (!piece.populated || (context_ && !piece.lock_tried));
+    return index < wanted() && (!piece.populated || (context_ && !piece.lock_tried));
 }
 
 HostCache::Piece* HostCache::next_piece() {

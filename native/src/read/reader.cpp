@@ -50,7 +50,10 @@ void Reader::run(const std::stop_token& stop) {
 bool Reader::wait_for_jobs(const std::stop_token& stop) {
     if (!runs_.empty()) return true;
     tracks_ = {};
-    return inbox_.wait_for_job(stop);
+    hurry_.reset();
+    if (!inbox_.wait_for_job(stop)) return false;
+    hurry_.emplace(cache_);
+    return true;
 }
 
 /// Begins extents, and jobs, while there is room.

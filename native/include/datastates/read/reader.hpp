@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <thread>
 
@@ -73,6 +74,7 @@ class Reader : Unmovable {
     std::size_t windows_end_ = 0;     // from here on it is free
     bool lacks_room_ = false;         // another extent would begin, had it room or a block
     Tracks tracks_;
+    std::optional<HostCache::Hurry> hurry_;  // while there is a job
     std::jthread thread_;  // last: joins first
 };
 
