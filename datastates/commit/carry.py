@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from datastates._base.ahead import ahead
 from datastates.container import every_byte
 from datastates.container.file import Container, Named, open_named, read_index
 from datastates.errors import CorruptError, FormatError
@@ -13,6 +14,8 @@ from datastates.storage.location import Location
 
 SILENCE = 30.0
 """Seconds after which a rank that is silent ends a link. A busy one answers sooner."""
+_PIECES = 64
+"""Pieces, most of them chunks, that are read while others are sent."""
 MakeLink = Callable[[str, int, float], Link]
 """Makes a link of a name to another rank, with a time-out in seconds; see :class:`~datastates.ranks.link.Link`."""
 
@@ -63,7 +66,7 @@ def send(link: Link, one: Named, pace: Callable[[int], object] = lambda nbytes: 
         UnreachableError, CommitError: As :meth:`Link.send`.
     """
     if link.hear():
-        link.send(compared(one, pace), one.nbytes)
+        link.send(ahead(compared(one, pace), _PIECES), one.nbytes)
 
 
 def receive(link: Link, one: Named, *, anew: bool = False) -> None:
@@ -82,4 +85,4 @@ def receive(link: Link, one: Named, *, anew: bool = False) -> None:
     is_here = is_here and index_crc(one.path, one.nbytes) == one.index_crc
     link.tell(int(not is_here))
     if not is_here:
-        store_of(one.path).upload(one.path, link.receive(one.nbytes), one.nbytes)
+        store_of(one.path).upload(one.path, ahead(link.receive(one.nbytes), 1), one.nbytes)

@@ -23,7 +23,9 @@ _MESSAGE = 16 << 20
 _TAIL = 8
 """Bytes of the number and the CRC-32 of a message, 4 each."""
 _AHEAD = 2
-"""Messages that are on their way while another one is filled or written."""
+"""Messages that are on their way while others are filled or written."""
+_USED = 2
+"""Messages that are filled or written."""
 _STOPPED = 0xFFFFFFFF
 """The number of a message without contents: its sender cannot go on."""
 
@@ -109,7 +111,7 @@ class Link:
             self._wait(work)
 
     def receive(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes that :meth:`send` sends. A piece is valid until the next one.
+        """Yield the bytes that :meth:`send` sends. A piece is valid until the next but one.
 
         Raises:
             UnreachableError: The other rank is silent or gone.
@@ -130,11 +132,11 @@ class Link:
             posted += [(*one, self._receive(one[-1])) for one in itertools.islice(messages, 1)]
 
     def _messages(self, nbytes: int) -> Iterator[tuple[int, Any]]:
-        """The length and the memory of each message; those after the next share the memory of this one."""
-        buffers = [self._new(min(nbytes, _MESSAGE) + _TAIL) for _ in range(_AHEAD)]
+        """The length and the memory of each message, which a later one shares."""
+        buffers = [self._new(min(nbytes, _MESSAGE) + _TAIL) for _ in range(_AHEAD + _USED)]
         for number, begin in enumerate(range(0, nbytes, _MESSAGE)):
             length = min(_MESSAGE, nbytes - begin)
-            yield length, buffers[number % _AHEAD][: length + _TAIL]
+            yield length, buffers[number % len(buffers)][: length + _TAIL]
 
     def _send(self, message: Any) -> Any:
         return self._reached(lambda: self._group.send([message], self._other, 0))
