@@ -249,6 +249,7 @@ class WritePlan:
         patch_extent: _U64,
         patch_offset: _U64,
         patch_source: _I32,
+        patch_after: _U64,
         eager: _U8,
         digests: int,
         runs_source: _I32,

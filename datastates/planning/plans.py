@@ -26,14 +26,16 @@ class WritePlan:
         header_offset: File offset of each record's local header, which ends where the record's data begins.
         data_offset: File offset of each record's data.
         end: End of the last record's descriptor, where the tail begins.
-        extent_offset, extent_length: The extents, which tile the file from 0 to ``end``.
+        extent_offset, extent_length: The extents, which tile the file from 0 to ``end``. Gaps between them are in the file
+            already.
         extent_piece: Extent ``i`` consists of the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
         piece_source: Source of each piece, or -1 for a piece of the literal bytes.
         piece_source_offset: Offset of the piece in its source, or in the literal bytes laid end to end.
         piece_extent_offset: Offset of the piece in its extent.
         piece_length: Length of the piece.
-        patch_extent, patch_offset, patch_source: Places where a source's CRC-32 is filled in: the extent, the offset in
-            it, and the source.
+        patch_extent, patch_offset, patch_source: Places where a source's CRC-32 is added: the extent, the offset in it,
+            and the source.
+        patch_after: Bytes between the end of that source and the end of what the checksum there is of.
     """
 
     order: I64
@@ -52,6 +54,7 @@ class WritePlan:
     patch_extent: U64
     patch_offset: U64
     patch_source: I32
+    patch_after: U64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

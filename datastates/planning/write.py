@@ -98,7 +98,7 @@ def _plan(
     patch = (descriptor[:, None] + np.array(crc_places, np.int64)).ravel()
     patch_source = np.repeat(order, len(crc_places))[patch < end]
     patch = patch[patch < end]
-    cuts = _cuts(end, patch, block_nbytes)
+    cuts = cut_extents(end, patch, block_nbytes)
     # a piece is a segment, or a part of it between two cuts; most cuts fall inside a segment
     before = np.searchsorted(starts, cuts[:-1])
     inside = np.flatnonzero(np.append(starts, end)[before] != cuts[:-1])
@@ -124,6 +124,7 @@ def _plan(
         patch_extent=as_u64(patch_extent),
         patch_offset=as_u64(patch - cuts[patch_extent]),
         patch_source=patch_source.astype(np.int32),
+        patch_after=np.zeros(len(patch), np.uint64),
     )
 
 
@@ -144,7 +145,7 @@ def _place(sizes: np.ndarray, alignment: np.ndarray, overhead: np.ndarray) -> np
     return offsets
 
 
-def _cuts(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
+def cut_extents(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
     """Page-aligned cuts of ``[0, end)`` into extents; no cut is inside a checksum field, which has four bytes."""
     cuts = [0]
     while end - cuts[-1] > block_nbytes:

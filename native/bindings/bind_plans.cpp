@@ -16,48 +16,51 @@ namespace datastates::python {
 
 void bind_plans(py::module_& module) {
     py::class_<WritePlan, std::shared_ptr<WritePlan>>(module, "WritePlan")
-        .def(py::init([](const py::array& source_nbytes, std::uint64_t chunk_bytes,
-                         const py::buffer& literal, const py::array& extent_offset,
-                         const py::array& extent_length, const py::array& extent_piece,
-                         const py::array& piece_source, const py::array& piece_source_offset,
-                         const py::array& piece_extent_offset, const py::array& piece_length,
-                         const py::array& patch_extent, const py::array& patch_offset,
-                         const py::array& patch_source, const py::array& eager,
-                         std::uint64_t digests, const py::array& runs_source,
-                         const py::array& runs_offset, const py::array& runs_length,
-                         const py::array& runs_run_length, const py::array& runs_after,
-                         const py::array& runs_step, const py::array& runs_digest) {
-                 using U64 = std::uint64_t;
-                 using I32 = std::int32_t;
-                 const BytesView literal_view(literal);
-                 const WritePlanArrays arrays{
-                     .source_nbytes = elements<U64>(source_nbytes, "source_nbytes"),
-                     .chunk_bytes = chunk_bytes,
-                     .literal = literal_view.bytes(),
-                     .extent_offset = elements<U64>(extent_offset, "extent_offset"),
-                     .extent_length = elements<U64>(extent_length, "extent_length"),
-                     .extent_piece = elements<U64>(extent_piece, "extent_piece"),
-                     .piece_source = elements<I32>(piece_source, "piece_source"),
-                     .piece_source_offset =
-                         elements<U64>(piece_source_offset, "piece_source_offset"),
-                     .piece_extent_offset =
-                         elements<U64>(piece_extent_offset, "piece_extent_offset"),
-                     .piece_length = elements<U64>(piece_length, "piece_length"),
-                     .patch_extent = elements<U64>(patch_extent, "patch_extent"),
-                     .patch_offset = elements<U64>(patch_offset, "patch_offset"),
-                     .patch_source = elements<I32>(patch_source, "patch_source"),
-                     .eager = elements<std::uint8_t>(eager, "eager"),
-                     .runs_source = elements<I32>(runs_source, "runs_source"),
-                     .runs = runs_arrays(digests, runs_offset, runs_length, runs_run_length,
-                                         runs_after, runs_step, runs_digest)};
-                 const NoGil released;
-                 return std::make_shared<WritePlan>(arrays);
-             }),
-             py::kw_only(), "source_nbytes"_a, "chunk_bytes"_a, "literal"_a, "extent_offset"_a,
-             "extent_length"_a, "extent_piece"_a, "piece_source"_a, "piece_source_offset"_a,
-             "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a, "patch_offset"_a,
-             "patch_source"_a, "eager"_a, "digests"_a, "runs_source"_a, "runs_offset"_a,
-             "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a, "runs_digest"_a)
+        .def(
+            py::init([](const py::array& source_nbytes, std::uint64_t chunk_bytes,
+                        const py::buffer& literal, const py::array& extent_offset,
+                        const py::array& extent_length, const py::array& extent_piece,
+                        const py::array& piece_source, const py::array& piece_source_offset,
+                        const py::array& piece_extent_offset, const py::array& piece_length,
+                        const py::array& patch_extent, const py::array& patch_offset,
+                        const py::array& patch_source, const py::array& patch_after,
+                        const py::array& eager, std::uint64_t digests, const py::array& runs_source,
+                        const py::array& runs_offset, const py::array& runs_length,
+                        const py::array& runs_run_length, const py::array& runs_after,
+                        const py::array& runs_step, const py::array& runs_digest) {
+                using U64 = std::uint64_t;
+                using I32 = std::int32_t;
+                const BytesView literal_view(literal);
+                const WritePlanArrays arrays{
+                    .source_nbytes = elements<U64>(source_nbytes, "source_nbytes"),
+                    .chunk_bytes = chunk_bytes,
+                    .literal = literal_view.bytes(),
+                    .extent_offset = elements<U64>(extent_offset, "extent_offset"),
+                    .extent_length = elements<U64>(extent_length, "extent_length"),
+                    .extent_piece = elements<U64>(extent_piece, "extent_piece"),
+                    .piece_source = elements<I32>(piece_source, "piece_source"),
+                    .piece_source_offset =
+                        elements<U64>(piece_source_offset, "piece_source_offset"),
+                    .piece_extent_offset =
+                        elements<U64>(piece_extent_offset, "piece_extent_offset"),
+                    .piece_length = elements<U64>(piece_length, "piece_length"),
+                    .patch_extent = elements<U64>(patch_extent, "patch_extent"),
+                    .patch_offset = elements<U64>(patch_offset, "patch_offset"),
+                    .patch_source = elements<I32>(patch_source, "patch_source"),
+                    .patch_after = elements<U64>(patch_after, "patch_after"),
+                    .eager = elements<std::uint8_t>(eager, "eager"),
+                    .runs_source = elements<I32>(runs_source, "runs_source"),
+                    .runs = runs_arrays(digests, runs_offset, runs_length, runs_run_length,
+                                        runs_after, runs_step, runs_digest)};
+                const NoGil released;
+                return std::make_shared<WritePlan>(arrays);
+            }),
+            py::kw_only(), "source_nbytes"_a, "chunk_bytes"_a, "literal"_a, "extent_offset"_a,
+            "extent_length"_a, "extent_piece"_a, "piece_source"_a, "piece_source_offset"_a,
+            "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a, "patch_offset"_a,
+            "patch_source"_a, "patch_after"_a, "eager"_a, "digests"_a, "runs_source"_a,
+            "runs_offset"_a, "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a,
+            "runs_digest"_a)
         .def_property_readonly("eager_extents", &WritePlan::eager_extents)
         .def_property_readonly("file_length", &WritePlan::file_length);
     py::class_<ReplicaRanges, std::shared_ptr<ReplicaRanges>>(module, "ReplicaRanges")

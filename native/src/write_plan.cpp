@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <limits>
 
 #include "datastates/base/error.hpp"
@@ -87,9 +89,11 @@ void WritePlan::take_extents(const WritePlanArrays& arrays) {
                       .has_sources = false,
                       .has_eager = false,
                       .has_lazy = false};
-        require(extent.offset == file_length_, "extents are not contiguous from 0", i);
-        require(extent.length > 0 && extent.length < kLimit - file_length_,
-                "extent_length is out of range", i);
+        require(extent.offset >= file_length_ && extent.offset % kPage == 0,
+                "extents are not in order, or do not begin at multiples of 4096", i);
+        require(
+            extent.offset < kLimit && extent.length > 0 && extent.length < kLimit - extent.offset,
+            "extent_offset or extent_length is out of range", i);
         require(i + 1 == m || extent.length % kPage == 0, "extent_length is not a multiple of 4096",
                 i);
         std::uint64_t filled = 0;
@@ -121,7 +125,12 @@ void WritePlan::take_extents(const WritePlanArrays& arrays) {
             }
         }
         require(filled == extent.length, "pieces do not fill their extent", i);
-        file_length_ += extent.length;
+        if (stretches_.empty() || extent.offset > file_length_) {
+            stretches_.push_back({.offset = extent.offset, .length = 0});
+        }
+        stretches_.back().length += extent.length;
+        bytes_ += extent.length;
+        file_length_ = extent.offset + extent.length;
         max_extent_length_ = std::max(max_extent_length_, extent.length);
         if (extent.has_sources) ++source_extents_;
         if (extent.has_eager) eager_extents_ = i + 1;
@@ -136,6 +145,7 @@ void WritePlan::take_patches(const WritePlanArrays& arrays) {
     const std::size_t q = arrays.patch_extent.size();
     require_size(arrays.patch_offset.size(), q, "patch_offset");
     require_size(arrays.patch_source.size(), q, "patch_source");
+    require_size(arrays.patch_after.size(), q, "patch_after");
     std::vector<std::size_t> last_extent(source_nbytes_.size(), 0);
     for (std::size_t i = 0; i < extents_.size(); ++i) {
         for (const Piece& piece : pieces(extents_[i])) {
@@ -164,8 +174,17 @@ void WritePlan::take_patches(const WritePlanArrays& arrays) {
     for (std::size_t i = 0; i < q; ++i) {
         Extent& extent = extents_[arrays.patch_extent[i]];
         patches_[extent.end_patch++] = {.offset = arrays.patch_offset[i],
-                                        .source = arrays.patch_source[i]};
+                                        .source = arrays.patch_source[i],
+                                        .after = arrays.patch_after[i]};
     }
+}
+
+void WritePlan::Patch::apply(std::uint32_t crc, std::span<std::byte> extent) const {
+    static_assert(std::endian::native == std::endian::little);
+    std::uint32_t there = 0;
+    std::memcpy(&there, extent.data() + offset, sizeof there);
+    there ^= after == 0 ? crc : Crc32Shift(after).shift(crc);
+    std::memcpy(extent.data() + offset, &there, sizeof there);
 }
 
 void WritePlan::take_digests(const WritePlanArrays& arrays) {

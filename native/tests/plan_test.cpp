@@ -28,6 +28,7 @@ struct WriteArrays {
     U64 patch_extent{1};
     U64 patch_offset{4};
     I32 patch_source{0};
+    U64 patch_after{0};
     std::vector<std::uint8_t> eager{1, 0};
     I32 runs_source{0, 0, 1};
     U64 runs_offset{0, 64, 0};
@@ -52,6 +53,7 @@ struct WriteArrays {
                           .patch_extent = patch_extent,
                           .patch_offset = patch_offset,
                           .patch_source = patch_source,
+                          .patch_after = patch_after,
                           .eager = eager,
                           .runs_source = runs_source,
                           .runs = {.digests = digests,
@@ -184,8 +186,8 @@ TEST(refuses_bad_write_plans) {
     refuses<A>([](A& a) { a.source_nbytes[0] = kHuge; });
     refuses<A>([](A& a) { a.source_nbytes[0] = 4104; });  // not wholly in the file
     refuses<A>([](A& a) { a.extent_length.pop_back(); });
-    refuses<A>([](A& a) { a.extent_offset[1] = 8192; });  // a hole
-    refuses<A>([](A& a) { a.extent_offset[0] = 4096; });
+    refuses<A>([](A& a) { a.extent_offset[1] = 4100; });  // off a page
+    refuses<A>([](A& a) { a.extent_offset[0] = 4096; });  // not in order
     refuses<A>([](A& a) { a.extent_length[0] = 4000; });  // off a page
     refuses<A>([](A& a) { a.extent_length[1] = 0; });
     refuses<A>([](A& a) { a.extent_length[1] = kHuge; });

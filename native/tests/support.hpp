@@ -239,7 +239,7 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
         }
     }
     std::vector<std::uint64_t> extent_offset, extent_length, extent_piece{0}, source_offset,
-        piece_offset, piece_length, patch_extent, patch_offset;
+        piece_offset, piece_length, patch_extent, patch_offset, patch_after;
     std::vector<std::int32_t> piece_source, patch_source;
     std::uint64_t at = 0;
     const auto place = [&](std::int32_t source, std::uint64_t from, std::uint64_t length) {
@@ -278,6 +278,7 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
         patch_extent.push_back(where / block_bytes);
         patch_offset.push_back(where % block_bytes);
         patch_source.push_back(static_cast<std::int32_t>(i));
+        patch_after.push_back(0);
         const std::uint32_t crc = datastates::crc32(0, made.sources[i]);
         std::memcpy(made.expected.data() + where, &crc, sizeof crc);
     }
@@ -306,6 +307,7 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
                                     .patch_extent = patch_extent,
                                     .patch_offset = patch_offset,
                                     .patch_source = patch_source,
+                                    .patch_after = patch_after,
                                     .eager = made.eager,
                                     .runs_source = runs.source,
                                     .runs = runs.arrays()});

@@ -28,13 +28,15 @@ struct WritePlanArrays {
     std::span<const std::uint64_t> patch_extent{};
     std::span<const std::uint64_t> patch_offset{};
     std::span<const std::int32_t> patch_source{};
+    std::span<const std::uint64_t> patch_after{};
     std::span<const std::uint8_t> eager{};
     std::span<const std::int32_t> runs_source{};
     DigestRunsArrays runs{};
 };
 
 /// What goes where in a container file. Sources are cut into pieces, and pieces tile extents. Each
-/// extent passes through one cache block. The constructor checks the plan and copies its arrays.
+/// extent passes through one cache block. Between extents may lie gaps, which are in the file
+/// already: it must then exist. The constructor checks the plan and copies its arrays.
 /// Immutable afterwards, so many snapshots share one plan.
 class WritePlan {
   public:
@@ -46,7 +48,16 @@ class WritePlan {
     };
     struct Patch {
         std::uint64_t offset;  // in its extent
-        std::int32_t source;   // its CRC-32 goes there, little-endian
+        std::int32_t source;
+        std::uint64_t after;  // bytes between the source and the end of what the checksum is of
+
+        /// Adds the source's CRC-32, shifted by what comes after it, to the four bytes that are
+        /// there, little-endian. So several sources and a constant make up one checksum.
+        void apply(std::uint32_t crc, std::span<std::byte> extent) const;
+    };
+    struct Stretch {
+        std::uint64_t offset;  // in the file
+        std::uint64_t length;
     };
     struct Extent {
         std::uint64_t offset;  // in the file
@@ -91,6 +102,11 @@ class WritePlan {
     std::uint64_t max_extent_length() const { return max_extent_length_; }
     /// The end of the last extent.
     std::uint64_t file_length() const { return file_length_; }
+    /// What is written: extents that follow on each other are one stretch.
+    std::span<const Stretch> stretches() const { return stretches_; }
+    bool has_gaps() const { return stretches_.size() > 1 || bytes_ < file_length_; }
+    /// Bytes of all extents.
+    std::uint64_t bytes() const { return bytes_; }
 
   private:
     void take_sources(const WritePlanArrays& arrays);
@@ -116,6 +132,8 @@ class WritePlan {
     std::size_t source_extents_ = 0;
     std::uint64_t max_extent_length_ = 0;
     std::uint64_t file_length_ = 0;
+    std::vector<Stretch> stretches_;
+    std::uint64_t bytes_ = 0;
 };
 
 /// The columns of a read plan, as the planner makes them. `extent_span`, `extent_piece` and

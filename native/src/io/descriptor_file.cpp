@@ -110,6 +110,10 @@ DescriptorFile DescriptorFile::create(const std::string& path, bool want_direct)
     return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
 }
 
+DescriptorFile DescriptorFile::reopen(const std::string& path, bool want_direct) {
+    return {path, O_RDWR, want_direct};
+}
+
 DescriptorFile DescriptorFile::open(const std::string& path, bool want_direct, bool in_order) {
     DescriptorFile file(path, O_RDONLY, want_direct);
     // Besides direct I/O, only sparse extents go through the page cache. will_need() asks for

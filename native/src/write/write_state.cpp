@@ -20,8 +20,8 @@ WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, R
       witness_(*plan_, buffers_),
       checksums_(*plan_),
       replicas_(std::move(replicas)),
-      file_(plan_->file_length()) {
-    stats_.bytes = plan_->file_length();
+      file_(*plan_) {
+    stats_.bytes = plan_->bytes();
     stats_.extents = plan_->extents().size();
     const std::scoped_lock lock(mutex_);
     settle_locked();

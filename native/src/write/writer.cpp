@@ -1,9 +1,7 @@
 #include "datastates/write/writer.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 #include "datastates/base/thread.hpp"
@@ -219,11 +217,9 @@ void Writer::give_back(CapturedExtent& captured) {
 void Writer::patch(const CapturedExtent& captured) {
     WriteState& job = *captured.job;
     captured.tell_checksums();
-    const std::span<std::byte> memory = captured.block.memory();
-    static_assert(std::endian::native == std::endian::little);
     for (const WritePlan::Patch& patch : job.plan().patches(captured.extent())) {
         const std::uint32_t crc = job.checksums().of(static_cast<std::size_t>(patch.source));
-        std::memcpy(memory.data() + patch.offset, &crc, sizeof crc);
+        patch.apply(crc, captured.block.memory());
     }
 }
 

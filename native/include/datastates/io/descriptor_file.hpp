@@ -24,6 +24,8 @@ class DescriptorFile final : public File {
   public:
     /// Creates a file for writing. It must not exist.
     static DescriptorFile create(const std::string& path, bool want_direct);
+    /// Opens an existing file for writing.
+    static DescriptorFile reopen(const std::string& path, bool want_direct);
     /// Opens an existing file for reading. Maps a file without holes that lives in memory, if the
     /// system can.
     /// The kernel reads ahead what is read `in_order` through the page cache.

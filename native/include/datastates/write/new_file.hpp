@@ -10,6 +10,7 @@
 
 #include "datastates/base/timeline.hpp"
 #include "datastates/io/descriptor_file.hpp"
+#include "datastates/plan.hpp"
 
 namespace datastates {
 
@@ -17,15 +18,16 @@ namespace datastates {
 /// lets one thread after the other use it.
 class NewFile {
   public:
-    /// `length`: where the last extent ends.
-    explicit NewFile(std::uint64_t length) : length_(length) {}
+    /// `plan` outlives this.
+    explicit NewFile(const WritePlan& plan) : plan_(plan) {}
 
-    /// Creates the file, which must not exist.
+    /// Creates the file, which must not exist. Opens it if the plan has gaps.
     void create(const std::string& path, bool direct) {
-        file_ = std::make_unique<DescriptorFile>(DescriptorFile::create(path, direct));
+        const auto open = plan_.has_gaps() ? DescriptorFile::reopen : DescriptorFile::create;
+        file_ = std::make_unique<DescriptorFile>(open(path, direct));
     }
-    /// Allocates the file's space. `by_mapping`: also maps a file that lives in memory, for stores.
-    /// Returns early when `stopped`.
+    /// Allocates space for what the plan writes. `by_mapping`: also maps a file that lives in
+    /// memory, for stores. Returns early when `stopped`.
     void allocate(bool by_mapping, const std::atomic<bool>& stopped);
     /// Keeps the last extent's bytes beyond a multiple of 4096; `finish` writes them with the tail.
     void keep_residual(std::span<const std::byte> data) {
@@ -43,7 +45,7 @@ class NewFile {
   private:
     bool allocate_memory(const std::atomic<bool>& stopped) const;
 
-    const std::uint64_t length_;
+    const WritePlan& plan_;
     std::unique_ptr<DescriptorFile> file_;
     std::vector<std::byte> residual_;
 };
