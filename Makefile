@@ -21,10 +21,10 @@ INSTALL_IN = $(1)/bin/pip install --quiet
 endif
 INSTALL := $(call INSTALL_IN,.venv)
 
-PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings \
+PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings native/kernels \
              \( -name __pycache__ -o -name '*.so' \) -prune -o -print)
 HEADERS := $(shell find native -name '*.hpp')
-SOURCES := $(shell find native benchmarks -name '*.cpp')
+SOURCES := $(shell find native benchmarks -name '*.cpp' -o -name '*.cu')
 TIDY := $(patsubst native/src/%.cpp,build/tidy/%.ok,$(filter native/src/%,$(SOURCES)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -116,6 +116,10 @@ tidy: .venv/installed ## clang-tidy
 build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
 	$(BIN)/clang-tidy --quiet -p build/plain $<
 	mkdir -p $(@D) && touch $@
+
+.PHONY: ptx
+ptx: ## Compile the GPU kernels with CUDA's nvcc; what it makes is checked in
+	.ci/build-ptx
 
 .PHONY: format
 format: .venv/installed ## Format Python and C++ in place, and make docs/commands.md and settings.md

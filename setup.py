@@ -63,7 +63,13 @@ def compiler(*args, **options):
 NATIVE = Pybind11Extension(
     "datastates._native",
     files("native/src", "*.cpp") + files("native/bindings", "*.cpp"),
-    depends=[*files("native/include", "*.hpp"), *files("native/bindings", "*.hpp"), EXPORTS, "setup.py"],
+    depends=[
+        *files("native/include", "*.hpp"),
+        *files("native/bindings", "*.hpp"),
+        *files("native/kernels", "*"),
+        EXPORTS,
+        "setup.py",
+    ],
     include_dirs=["native/include"],
     cxx_std=20,  # and -fvisibility=hidden, which pybind11 adds
     extra_compile_args=COMPILE_ARGS,

@@ -61,6 +61,12 @@ def crc32_shift(raw: _U32, nbytes: _U64) -> _U32:
     CRC-32. The shift of 2**32 - 1 by n bytes is the inverted CRC-32 of n zero bytes.
     """
 
+def hash_chunks(data: Buffer) -> bytes:
+    """The hash ``nh-128``, of 16 bytes, of each chunk of ``data``, end to end.
+
+    A chunk has 256 KiB, and the last one the rest. ``docs/format.md`` describes the hash. The GIL is released.
+    """
+
 class Digester:
     """Computes digests from a sequence of bytes. A digest is the exclusive or of shifted raw CRC-32s."""
 

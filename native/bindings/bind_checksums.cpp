@@ -12,6 +12,7 @@
 #include "datastates/base/error.hpp"
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/checksum/digest.hpp"
+#include "datastates/checksum/hash.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -82,6 +83,18 @@ void bind_checksums(py::module_& module) {
         "data"_a, "value"_a = 0);
     module.def("crc32_combine", &crc32_combine, "first"_a, "second"_a, "second_length"_a);
     module.def("crc32_shift", &crc32_shift, "raw"_a, "nbytes"_a);
+    module.def(
+        "hash_chunks",
+        [](const py::buffer& data) {
+            const BytesView view(data);
+            std::vector<std::byte> hashes;
+            {
+                const NoGil released;
+                hashes = hash::of_range(view.bytes());
+            }
+            return py::bytes(reinterpret_cast<const char*>(hashes.data()), hashes.size());
+        },
+        "data"_a);
     py::class_<Digester>(module, "Digester")
         .def(py::init([](std::uint64_t digests, const py::array& offset, const py::array& length,
                          const py::array& run_length, const py::array& after, const py::array& step,

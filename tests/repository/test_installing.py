@@ -50,8 +50,8 @@ def test_the_sdist_has_all_that_a_build_needs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "setup.py", "-q", *egg, *out], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ["datastates", "providers", "adapters", "native/include", "native/src", "native/bindings"]
-    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "native/LICENSE", "native/exports.map", *folders]
+    native = [f"native/{name}" for name in ("LICENSE", "exports.map", "include", "src", "bindings", "kernels")]
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "datastates", "providers", "adapters", *native]
     listed = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True, check=True)
     assert packed >= set(listed.stdout.splitlines())
 

@@ -1,0 +1,58 @@
+"""Hashes of chunks, `nh-128`, are the function that docs/format.md describes, wherever the bytes lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from datastates import _native
+
+CHUNK = 262144
+W64, W128 = (1 << 64) - 1, (1 << 128) - 1
+
+
+def _splitmix64(count: int) -> list[int]:
+    outputs = []
+    for i in range(1, count + 1):
+        x = int.from_bytes(b"nh-128", "little") + i * 0x9E3779B97F4A7C15 & W64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & W64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & W64
+        outputs.append(x ^ x >> 31)
+    return outputs
+
+
+KEYS = _splitmix64(1030 + 134 + 24)
+K, Q = (np.array(keys, "<u8").view("<u4") for keys in (KEYS[:1030], KEYS[1030:1164]))
+A = [low | high << 64 for low, high in zip(KEYS[1164::2], KEYS[1165::2], strict=True)]
+
+
+def _sums(words: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The sums of products of neighbours along the last axis, all but it."""
+    added = (words + keys).astype(np.uint64)
+    return (added[..., 0::2] * added[..., 1::2]).sum(-1, dtype=np.uint64)
+
+
+def described(chunk: bytes) -> bytes:
+    """The hash by the words of docs/format.md."""
+    rows = -(-len(chunk) // 512)
+    words = np.frombuffer(chunk.ljust(512 * rows, b"\0"), "<u4").reshape(rows, 32, 4)
+    columns = words.transpose(1, 0, 2).reshape(32, 4 * rows)
+    first = np.stack([_sums(columns, K[4 * t : 4 * (t + rows)]) for t in range(4)], 1)
+    middle = np.ascontiguousarray(first).view("<u4").reshape(256)
+    second = [int(_sums(middle, Q[4 * t : 4 * t + 256])) for t in range(4)]
+    halves = (a[0] + sum(k * s for k, s in zip(a[1:], [*second, len(chunk)], strict=True)) for a in (A[:6], A[6:]))
+    return b"".join((half & W128).to_bytes(16, "little")[8:] for half in halves)
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 4, 16, 17, 511, 512, 513, 4096, 100_001, CHUNK - 1, CHUNK])
+def test_a_chunk_has_the_hash_that_the_format_describes(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    assert _native.hash_chunks(data) == described(data)
+
+
+def test_each_chunk_of_a_buffer_has_a_hash() -> None:
+    data = np.random.default_rng(0).bytes(2 * CHUNK + 5)
+    parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    assert _native.hash_chunks(data) == b"".join(map(described, parts))
+    assert _native.hash_chunks(np.frombuffer(data[1:], np.uint8)) != _native.hash_chunks(data)
+    assert _native.hash_chunks(b"") == b""
