@@ -418,6 +418,19 @@ class Executor:
             stream: CUstream of each device destination. Copies wait for the work that is on it now.
         """
 
+    def submit_hash(self, nbytes: _U64, ptr: _U64, device: _I32, stream: _U64) -> HashJob:
+        """Start to take the hashes of chunks that :func:`hash_chunks` takes, where the memory lies.
+
+        All workers hash host memory; on each device one kernel does, as soon as the work on the sources' streams now
+        has ended.
+
+        Args:
+            nbytes: Length of each source; of an empty one there are no chunks.
+            ptr: Address of each source. The memory must stay alive and unchanged until the job is done or destroyed.
+            device: CUDA device number of each source, or -1 for host memory.
+            stream: The CUstream that produces each device source; 0 for the legacy default stream.
+        """
+
     def close(self) -> None:
         """Refuse new jobs, and wait until the running ones are done or have failed. Idempotent."""
 
@@ -529,6 +542,19 @@ class WriteJob:
         Times are on the clock of ``time.monotonic``. Stages: submit (submit_write), create (the file), capture,
         cache_wait (for a free block), checksum (of device sources), write (one extent), tail, sync. Spans of one stage
         and track do not overlap, except for cache_wait. A job keeps its first 200,000 spans.
+        """
+
+class HashJob:
+    """Hashes of memory that are being taken. Destroying it waits until no source is read. Thread-safe."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no source is read any more; False after ``timeout``. Raises DeviceError for a failed device."""
+
+    @property
+    def hashes(self) -> npt.NDArray[np.uint8]:
+        """The hashes of all chunks of all sources end to end, in rows of 16 bytes.
+
+        Raises DatastatesError before they are known, and DeviceError for a failed device.
         """
 
 class _HandedFile(Protocol):

@@ -16,7 +16,7 @@ from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
 from datastates.executor.handed import Handed, Uploads
-from datastates.executor.jobs import ReadJob, WriteJob
+from datastates.executor.jobs import HashJob, ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
 from datastates.storage.location import Location
@@ -163,6 +163,18 @@ class Executor:
         handed = None if store.traits.has_files else Handed(store, path)
         job = self._core().submit_read(handed or _opened(path), _prepare_read(plan), *dests)
         return ReadJob(job, plan, name_record, handed)
+
+    def submit_hash(self, sources: Columns, nbytes: U64) -> HashJob:
+        """Start to take a hash of 128 bits of each chunk of 256 KiB of some memory, where it lies.
+
+        Args:
+            sources: The memory. It must stay alive and unchanged until the job is done or destroyed.
+            nbytes: The length of each source.
+
+        Raises:
+            DeviceError: A kernel cannot be started, or a source's stream is being captured.
+        """
+        return self._core().submit_hash(nbytes, *sources)
 
     def extent_for(self, nbytes: int) -> int:
         """Longest extent in bytes for reading ``nbytes``: half of a queue slot's share, but at least 1 MiB.

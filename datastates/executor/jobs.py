@@ -1,4 +1,4 @@
-"""The executor's jobs, each of which writes or reads one file."""
+"""The executor's jobs, each of which writes or reads one file, or hashes memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from datastates.executor.timeline import GPU_COPIES, TRAINING_THREAD, Span
 from datastates.planning.plans import ReadPlan
 
 WriteJob = _native.WriteJob
+HashJob = _native.HashJob
 _TRACKS = {
     "submit": TRAINING_THREAD,
     "create": "worker {}",

@@ -240,6 +240,20 @@ void bind_jobs(py::module_& module) {
         .def("end", &ReadJob::end, py::call_guard<NoGil>())
         .def("stats", &read_stats)
         .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
+    py::class_<HashJob>(module, "HashJob", py::release_gil_before_calling_cpp_dtor())
+        .def(
+            "wait",
+            [](const HashJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
+            },
+            "timeout"_a = py::none())
+        .def_property_readonly("hashes", [](const HashJob& job) {
+            const std::vector<std::byte> hashes = job.hashes();
+            constexpr auto kWidth = static_cast<py::ssize_t>(sizeof(hash::Hash));
+            const auto rows = static_cast<py::ssize_t>(hashes.size()) / kWidth;
+            return py::array_t<std::uint8_t>({rows, kWidth},
+                                             reinterpret_cast<const std::uint8_t*>(hashes.data()));
+        });
 }
 
 }  // namespace
@@ -302,6 +316,16 @@ void bind_executor(py::module_& module) {
             },
             "place"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a,
             py::keep_alive<0, 2>())  // the place, until the job has ended
+        .def(
+            "submit_hash",
+            [](Executor& executor, const py::array& nbytes, const py::array& ptr,
+               const py::array& device, const py::array& stream) {
+                const auto lengths = copy_elements<std::uint64_t>(nbytes, "nbytes");
+                const Buffers sources = make_buffers(ptr, device, stream);
+                const NoGil released;
+                return executor.submit_hash(lengths, sources);
+            },
+            "nbytes"_a, "ptr"_a, "device"_a, "stream"_a)
         .def("close", &Executor::close, py::call_guard<NoGil>())
         .def("abandon", &Executor::abandon);
 }

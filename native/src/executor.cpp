@@ -124,6 +124,23 @@ std::string ReadJob::backend_name() const {
     return state_->memory_backed() ? kMemory : executor_->backend_name();
 }
 
+HashJob::HashJob(std::shared_ptr<Executor> executor, std::shared_ptr<HashState> state)
+    : executor_(std::move(executor)), state_(std::move(state)) {}
+
+HashJob::~HashJob() {
+    if (executor_->abandoned()) {
+        keep_for_ever(std::move(state_));
+        return;
+    }
+    state_->stop();
+    state_->wait_done();
+}
+
+std::vector<std::byte> HashJob::hashes() const {
+    if (!wait(Clock::now())) throw Error::invalid("the hashes are not known yet");
+    return state_->hashes();
+}
+
 std::shared_ptr<Executor> Executor::make(const Options& options) {
     // make_shared cannot call the constructor, which is private so that every executor is shared.
     return std::shared_ptr<Executor>(new Executor(options));
@@ -251,6 +268,25 @@ std::unique_ptr<ReadJob> Executor::submit_read(ReadFrom place, std::shared_ptr<c
     return job;
 }
 
+std::unique_ptr<HashJob> Executor::submit_hash(const std::vector<std::uint64_t>& nbytes,
+                                               const Buffers& sources) {
+    admit();
+    const auto state = std::make_shared<HashState>(nbytes, sources);
+    const std::size_t calls = std::min<std::size_t>(state->tasks(), workers_.size());
+    auto job = std::make_unique<HashJob>(shared_from_this(), state);
+    state->launch(engines_);
+    {
+        const std::scoped_lock lock(mutex_);
+        if (closed_) throw Error::closed("the executor is closed");
+        remember(hashes_, state);
+        state->begin(calls);
+    }
+    for (std::size_t i = 0; i < calls; ++i) {
+        submit_or_here(workers_, [state](unsigned) { state->hash_host(); });
+    }
+    return job;
+}
+
 /// Handed files have a reader of their own, so that no slow answer holds up reads of other files.
 Reader& Executor::reader_of(ReadState& state) {
     if (state.file().descriptor() != nullptr) return reader_;
@@ -293,6 +329,7 @@ void Executor::look_again(const WriteState& job) {
 void Executor::wait_for_jobs() {
     std::vector<std::shared_ptr<WriteState>> writes;
     std::vector<std::shared_ptr<ReadState>> reads;
+    std::vector<std::shared_ptr<HashState>> hashes;
     {
         const std::scoped_lock lock(mutex_);
         for (const auto& known : writes_) {
@@ -301,9 +338,13 @@ void Executor::wait_for_jobs() {
         for (const auto& known : reads_) {
             if (auto job = known.lock()) reads.push_back(std::move(job));
         }
+        for (const auto& known : hashes_) {
+            if (auto job = known.lock()) hashes.push_back(std::move(job));
+        }
     }
     for (const auto& job : writes) job->wait_quiescent();
     for (const auto& job : reads) job->wait_done();
+    for (const auto& job : hashes) job->wait_done();
 }
 
 void Executor::close() {

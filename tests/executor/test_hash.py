@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from datastates import _native
+from datastates.config import IoSettings
+from datastates.errors import ClosedError, DatastatesError
+from datastates.executor.executor import Executor
 
 CHUNK = 262144
 W64, W128 = (1 << 64) - 1, (1 << 128) - 1
@@ -56,3 +59,21 @@ def test_each_chunk_of_a_buffer_has_a_hash() -> None:
     assert _native.hash_chunks(data) == b"".join(map(described, parts))
     assert _native.hash_chunks(np.frombuffer(data[1:], np.uint8)) != _native.hash_chunks(data)
     assert _native.hash_chunks(b"") == b""
+
+
+def test_a_job_gives_a_row_for_each_chunk_of_all_sources() -> None:
+    data = np.frombuffer(np.random.default_rng(1).bytes(3 * CHUNK), np.uint8)
+    nbytes = np.array([5, 0, 2 * CHUNK + 1, CHUNK, 1], np.uint64)
+    begin = np.array([0, 9, 1, 2, 0], np.uint64)
+    sources = begin + np.uint64(data.ctypes.data), np.full(5, -1, np.int32), np.zeros(5, np.uint64)
+    executor = Executor(IoSettings(), 64 << 20)
+    job = executor.submit_hash(sources, nbytes)
+    assert job.wait(60)
+    parts = [data[b : b + n].tobytes() for b, n in zip(begin.tolist(), nbytes.tolist(), strict=True)]
+    assert job.hashes.shape == (6, 16)
+    assert job.hashes.tobytes() == b"".join(map(_native.hash_chunks, parts))
+    with pytest.raises(DatastatesError, match="device has"):
+        executor.submit_hash((sources[0], sources[1][1:], sources[2]), nbytes)
+    executor.close()
+    with pytest.raises(ClosedError):
+        executor.submit_hash(sources, nbytes)

@@ -15,6 +15,7 @@
 #include "datastates/base/timeline.hpp"
 #include "datastates/base/unmovable.hpp"
 #include "datastates/base/worker_pool.hpp"
+#include "datastates/hash_state.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/host_cache.hpp"
 #include "datastates/plan.hpp"
@@ -123,11 +124,30 @@ class ReadJob : Unmovable {
     std::shared_ptr<ReadState> state_;
 };
 
-/// Runs write and read jobs. It owns the host cache, all threads and both I/O backends. Jobs share
-/// ownership of it. Thread-safe.
+/// Hashes of memory that are being taken; the caller of submit_hash owns it. It keeps the executor
+/// alive. The destructor stops what has not begun, and waits. Thread-safe.
+class HashJob : Unmovable {
+  public:
+    HashJob(std::shared_ptr<Executor> executor, std::shared_ptr<HashState> state);
+    ~HashJob();
+
+    /// Waits until nothing reads the sources any more; false when the deadline passes first. Throws
+    /// the error of a device that has failed.
+    bool wait(Deadline deadline = {}) const { return state_->wait(deadline); }
+    /// The hashes of all chunks of all sources, end to end. Throws Error "invalid" before they are
+    /// known, and the error of a device that has failed.
+    std::vector<std::byte> hashes() const;
+
+  private:
+    std::shared_ptr<Executor> executor_;
+    std::shared_ptr<HashState> state_;
+};
+
+/// Runs write, read and hash jobs. It owns the host cache, all threads and both I/O backends. Jobs
+/// share ownership of it. Thread-safe.
 ///
-/// submit_write and submit_read throw Error "invalid" for a plan or buffers that do not
-/// fit, and Error "closed" after close().
+/// The submit functions throw Error "invalid" for a plan or buffers that do not fit, and Error
+/// "closed" after close().
 class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
   public:
     struct Options {
@@ -159,6 +179,12 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     /// destroyed.
     std::unique_ptr<ReadJob> submit_read(ReadFrom place, std::shared_ptr<const ReadPlan> plan,
                                          Buffers dests);
+    /// Begins to hash `sources`, of `nbytes` each: host memory by all workers, that of each device
+    /// by one kernel, behind the work that is on the sources' streams now. Their memory must stay
+    /// alive and unchanged until the job is done or destroyed. Throws Error "cuda" also for a
+    /// stream that is being captured.
+    std::unique_ptr<HashJob> submit_hash(const std::vector<std::uint64_t>& nbytes,
+                                         const Buffers& sources);
     /// Refuses new jobs. Waits until the running ones are written or have failed. Idempotent.
     void close();
     /// For a forked child, which does not have the threads. Afterwards the executor and its jobs
@@ -181,6 +207,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
   private:
     friend class WriteJob;
     friend class ReadJob;
+    friend class HashJob;
 
     explicit Executor(const Options& options);
     template <typename State>
@@ -207,6 +234,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     std::atomic<bool> abandoned_ = false;
     std::vector<std::weak_ptr<WriteState>> writes_;
     std::vector<std::weak_ptr<ReadState>> reads_;
+    std::vector<std::weak_ptr<HashState>> hashes_;
     std::string backend_name_;
     // Threads last: members are destroyed in reverse order, so the capturer stops before the
     // writer.

@@ -25,6 +25,9 @@ constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
 // time.
 constexpr std::uint64_t kLeastPiece = std::uint64_t{64} << 10;
 constexpr std::uint64_t kMostPieces = 8192;
+// Up to this many chunks, each gets a block of its own, so that a few are hashed by the whole
+// device.
+constexpr unsigned kFewChunks = 1024;
 
 }  // namespace
 
@@ -100,6 +103,11 @@ void DeviceDigests::leave_out(std::size_t range) {
     }
 }
 
+std::span<const hash::Hash> DeviceHashes::all() const {
+    const std::byte* hashes = memory_.data() + (chunks_ * sizeof(hash::DeviceChunk));
+    return {reinterpret_cast<const hash::Hash*>(hashes), chunks_};
+}
+
 CopyEngine::CopyEngine(int ordinal)
     : ordinal_(ordinal), context_(std::make_shared<cuda::PrimaryContext>(ordinal)) {
     const CurrentContext current(context());
@@ -120,6 +128,7 @@ CopyEngine::~CopyEngine() {
         quietly(context(), [&] { return driver().host_free(spare.memory); });
     }
     kernels_.reset();
+    hash_kernel_.reset();
     destroy_streams();
 }
 
@@ -135,13 +144,13 @@ bool CopyEngine::has(int attribute) const {
 }
 
 void CopyEngine::make_streams() {
-    for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_}) {
+    for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_, &hash_stream_}) {
         check(driver().stream_create(stream, cuda::kStreamNonBlocking), "cuStreamCreate");
     }
 }
 
 void CopyEngine::destroy_streams() const {
-    for (auto* stream : {capture_stream_, restore_stream_, evacuation_stream_}) {
+    for (auto* stream : {capture_stream_, restore_stream_, evacuation_stream_, hash_stream_}) {
         if (stream == nullptr) continue;
         quietly(context(), [&] { return driver().stream_destroy(stream); });
     }
@@ -335,6 +344,29 @@ void CopyEngine::launch_digest(DeviceDigests& digests, std::size_t run, cuda::St
         1U, (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock);
     digests.done_ =
         launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, digests.memory_, stream);
+}
+
+DeviceHashes CopyEngine::hash(std::span<const hash::DeviceChunk> chunks) {
+    const CurrentContext current(context());
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!hash_kernel_) {
+            hash_kernel_ =
+                std::make_unique<const cuda::Kernel>(context_, hash::kKernelPtx, "datastates_hash");
+        }
+    }
+    DeviceHashes hashes(borrow(chunks.size_bytes() + (chunks.size() * sizeof(hash::Hash))),
+                        chunks.size());
+    std::memcpy(hashes.memory_.data(), chunks.data(), chunks.size_bytes());
+    std::uint64_t told = hashes.memory_.device_address();
+    std::uint64_t answered = told + chunks.size_bytes();
+    auto count = static_cast<unsigned>(chunks.size());
+    std::array<void*, 3> parameters = {&told, &answered, &count};
+    const unsigned full = (count + hash::kChunksPerKernelBlock - 1) / hash::kChunksPerKernelBlock;
+    const unsigned blocks = std::max(full, std::min(count, kFewChunks));
+    hashes.done_ = launch(*hash_kernel_, blocks, hash::kKernelThreads, parameters, hashes.memory_,
+                          hash_stream_);
+    return hashes;
 }
 
 std::shared_ptr<CopyEngine> CopyEngines::at(int device) {

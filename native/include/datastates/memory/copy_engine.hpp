@@ -10,6 +10,7 @@
 
 #include "datastates/base/unmovable.hpp"
 #include "datastates/checksum/fingerprint.hpp"
+#include "datastates/checksum/hash.hpp"
 #include "datastates/memory/cuda.hpp"
 #include "datastates/memory/gather.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -93,6 +94,24 @@ class DeviceDigests {
     std::vector<std::size_t> first_;
 };
 
+/// Hashes of chunks of device memory. Their kernel may still be running.
+class DeviceHashes {
+  public:
+    DeviceHashes(KernelMemory memory, std::size_t chunks)
+        : memory_(std::move(memory)), chunks_(chunks) {}
+
+    /// The event behind the kernel.
+    const std::shared_ptr<Event>& done() const { return done_; }
+    /// The hashes of the chunks, end to end. Valid once the kernel has ended.
+    std::span<const hash::Hash> all() const;
+
+  private:
+    friend class CopyEngine;
+    KernelMemory memory_;  // DeviceChunks, their hashes
+    std::size_t chunks_;
+    std::shared_ptr<Event> done_;
+};
+
 /// Equal, equally spaced stretches to copy from the host to a device. The steps count only where
 /// there are several.
 struct RowCopy {
@@ -104,7 +123,7 @@ struct RowCopy {
     std::size_t count;
 };
 
-/// Moves bytes between one device and the host. It owns three streams and the kernels; events order
+/// Moves bytes between one device and the host. It owns four streams and the kernels; events order
 /// these streams with the training's. Eager copies and the first fingerprints run on the training's
 /// own streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
 class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
@@ -120,6 +139,8 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// For copies of lazy sources to spare device memory, and for kernels behind all copies of
     /// these.
     cuda::StreamHandle evacuation_stream() const { return evacuation_stream_; }
+    /// For hashes, which wait for no copies.
+    cuda::StreamHandle hash_stream() const { return hash_stream_; }
     int ordinal() const { return ordinal_; }
     cuda::ContextHandle context() const { return context_->handle(); }
     const std::shared_ptr<cuda::PrimaryContext>& primary_context() const { return context_; }
@@ -157,6 +178,8 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
                          cuda::StreamHandle stream);
     /// Does so a second time. Allocates nothing.
     void digest_again(DeviceDigests& digests, cuda::StreamHandle stream);
+    /// Enqueues one kernel launch on hash_stream() that takes the hashes of all chunks.
+    DeviceHashes hash(std::span<const hash::DeviceChunk> chunks);
 
   private:
     friend class KernelMemory;
@@ -187,8 +210,10 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     cuda::StreamHandle capture_stream_ = nullptr;
     cuda::StreamHandle restore_stream_ = nullptr;
     cuda::StreamHandle evacuation_stream_ = nullptr;
+    cuda::StreamHandle hash_stream_ = nullptr;
     std::mutex mutex_;
     std::unique_ptr<const Kernels> kernels_;
+    std::unique_ptr<const cuda::Kernel> hash_kernel_;  // compiled when it is first used
     // Kept until the end: freeing page-locked memory waits for the whole device.
     std::vector<Spare> spares_;
 };
