@@ -32,6 +32,7 @@ from datastates.restoring import requested
 from datastates.restoring.meeting import attempts, refuse_to_meet, telling
 from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
+from datastates.saving.bases import bases_of
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
 from datastates.saving.snapshot import Snapshot, follow, pass_gate, wait_ended
@@ -89,18 +90,17 @@ class Checkpointer:
             self._place.open(world, self._name, lambda: bool(self._engine.pending()))
             undo.pop_all()
         self._snapshots, self._restores, self._checks = 0, itertools.count(), itertools.count()
+        own, bases = self.settings, bases_of(self.settings, self._place.run.tier, world.rank)
         self._engine = Engine(
-            executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate, ended=self._ended
+            executor, world, threads=own.max_in_flight, auto_gate=own.auto_gate, ended=self._ended, bases=bases
         )
-        prepare(executor, self.settings)
+        prepare(executor, own)
         self._trace, self._closed = RunTrace(), False
-        self._taken = Taken(raises=self.settings.on_error == "raise", ended=self._trace.add_snapshot)
+        self._taken = Taken(raises=own.on_error == "raise", ended=self._trace.add_snapshot)
         self._costs = Costs(self.settings.max_in_flight)
         self._due = Due(self.settings, self._costs.interval, world, f"{self._name}/due")
         self._last = LastSnapshot(self.settings.grace, self._costs.seconds_until_durable, world, f"{self._name}/last")
-        self._termination = (
-            Termination(partial(self._last.hold, self._finish)) if self.settings.handle_sigterm else None
-        )
+        self._termination = Termination(partial(self._last.hold, self._finish)) if own.handle_sigterm else None
         self._engine.saves_in(self._root)
 
     @property

@@ -277,6 +277,14 @@ class Settings(RankSettings, RetentionSettings):
         description="Copies of each rank's container that are kept on other hosts, in the background, through "
         "torch.distributed. Needs per_host.",
     )
+    incremental: bool = Field(
+        False,
+        description="Capture and write only what differs from the newest checkpoint, where the file system shares "
+        "ranges of files, as XFS and Btrfs do. Each checkpoint stands alone all the same.",
+    )
+    full_every: int | None = Field(
+        None, ge=1, description="With incremental: each so many checkpoints, one is written in full."
+    )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
         "raise",
@@ -329,6 +337,12 @@ class Settings(RankSettings, RetentionSettings):
         return self
 
     @model_validator(mode="after")
+    def _full_checkpoints_are_counted(self) -> Settings:
+        if self.full_every is not None and not self.incremental:
+            raise ValueError("full_every: without incremental, each checkpoint is written in full")
+        return self
+
+    @model_validator(mode="after")
     def _ranks_can_meet(self) -> Settings:
         if self.per_host and (self.world_size or 1) > 1:
             raise ValueError(
@@ -375,6 +389,8 @@ class Options(RankOptions, total=False):
     best_mode: Literal["min", "max"]
     per_host: bool
     peers: Literal[0, 1]
+    incremental: bool
+    full_every: int | None
     auto_gate: bool
     on_error: Literal["raise", "warn"] | Callable[[Any], object]
     on_commit: Callable[[Any], object] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
@@ -22,6 +22,10 @@ _MAX_STRING = 1 << 16
 _MAX_CRC = 0xFFFFFFFF
 _HASH, _MAX_HASH_NAME = 16, 64
 """Bytes of a hash, and the most characters of its name."""
+
+
+Hashes: TypeAlias = "tuple[str, bytes, bytes]"
+"""The name of a hash of 128 bits, the hashes of all chunks, and those of all arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,7 @@ class Index:
         objects: The objects in ``data.pkl``.
         pickle_offset, pickle_nbytes, pickle_crc: The place of the data of ``data.pkl`` in the file, and its CRC-32.
         nested: Whether each record is an archive by itself: see :mod:`datastates.container.nested_archives`.
-        hashes: The name of a hash of 128 bits, the hashes of all chunks, and those of all arrays; None if there are
-            none. They are not looked at yet.
+        hashes: The hashes of 128 bits; None if there are none.
     """
 
     identity: dict[str, int | str]
@@ -70,7 +73,7 @@ class Index:
     pickle_nbytes: int
     pickle_crc: int
     nested: bool = False
-    hashes: tuple[str, bytes, bytes] | None = None
+    hashes: Hashes | None = None
 
     @cached_property
     def first_chunk(self) -> I64:
@@ -200,7 +203,7 @@ def _nested(fields: dict[str, Any]) -> bool:
     return "nested" in fields
 
 
-def _hashes(fields: dict[str, Any]) -> tuple[str, bytes, bytes] | None:
+def _hashes(fields: dict[str, Any]) -> Hashes | None:
     if "hashes" not in fields:
         return None
     name, chunks, arrays = fields["hashes"]

@@ -26,8 +26,8 @@ class WritePlan:
         header_offset: File offset of each record's local header, which ends where the record's data begins.
         data_offset: File offset of each record's data.
         end: End of the last record's descriptor, where the tail begins.
-        extent_offset, extent_length: The extents, which tile the file from 0 to ``end``. Gaps between them are in the file
-            already.
+        extent_offset, extent_length: The extents, which tile the file from 0 to ``end``. Gaps between them are in
+            the file already.
         extent_piece: Extent ``i`` consists of the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
         piece_source: Source of each piece, or -1 for a piece of the literal bytes.
         piece_source_offset: Offset of the piece in its source, or in the literal bytes laid end to end.

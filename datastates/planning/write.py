@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from datastates._base.columns import I64, U8, U32, U64, as_u64
+from datastates._base.columns import I64, U8, U64, as_u64
 from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, LARGE_RECORD, PAGE, SMALL
 from datastates.planning.plans import WritePlan
 from datastates.state.runs import pairs
@@ -159,12 +159,11 @@ def cut_extents(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarra
     return np.array([*cuts, end] if end else [0], np.int64)
 
 
-def reorder_chunks(crcs: np.ndarray, plan: WritePlan) -> U32:
-    """Reorder chunk checksums from the order of the sources to the order of the records."""
+def chunk_order(plan: WritePlan) -> I64:
+    """For each chunk in the order of the records, its number in the order of the sources."""
     counts = -(-plan.source_nbytes.astype(np.int64) // CHUNK)
     end = np.cumsum(counts)
-    _, chunks = pairs((end - counts)[plan.order], end[plan.order])
-    return np.ascontiguousarray(crcs[chunks])
+    return pairs((end - counts)[plan.order], end[plan.order])[1]
 
 
 def owners(parts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[int]:

@@ -13,16 +13,15 @@ from datastates.commit.ending import Identity
 from datastates.container import archive, checksums, data_pkl, nested_archives, zip_frames
 from datastates.container.data_pkl import ProviderState
 from datastates.container.digests import DigestPlan, plan_digests
-from datastates.container.index import Index, StoredObject
+from datastates.container.index import Hashes, Index, StoredObject
 from datastates.container.nested_archives import Nest
 from datastates.container.records import Records
 from datastates.container.table import Row, ShardTable, table_of
 from datastates.errors import FormatError, ProviderError
 from datastates.executor.executor import PreparedWrite, prepare_write
-from datastates.executor.jobs import WriteJob
 from datastates.planning import write
 from datastates.planning.plans import WritePlan
-from datastates.saving.frame import Objects, Tail
+from datastates.saving.frame import Checksums, Objects, Tail
 from datastates.saving.structure import Structure
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
@@ -95,25 +94,25 @@ class ContainerFrame:
         records = list(zip(data, archives, strict=True))
         return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
 
-    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[Checksums, Identity, Hashes | None], Tail]:
         """Encode ``data.pkl``; the returned function then encodes the index."""
         pickle, stored = data_pkl.encode_pickle(self._states(objects), self.pickle_offset, bare=self.bare)
 
-        def encode_tail(job: WriteJob, identity: Identity) -> Tail:
-            index = self._index(job, identity, pickle, stored)
+        def encode_tail(sums: Checksums, identity: Identity, hashes: Hashes | None) -> Tail:
+            index = replace(self._index(sums, identity, pickle, stored), hashes=hashes)
             tail, index_crc = archive.encode_tail(index, pickle, self.nest)
-            return Tail(tail, index_crc, self.claims and whole_claims(self.claims, index))
+            return Tail(tail, index_crc, self.claims and whole_claims(self.claims, index), index)
 
         return encode_tail
 
-    def _index(self, job: WriteJob, identity: Identity, pickle: bytes, objects: tuple[StoredObject, ...]) -> Index:
+    def _index(self, sums: Checksums, identity: Identity, pickle: bytes, objects: tuple[StoredObject, ...]) -> Index:
         plan = self.plan
-        crcs, chunk_crcs = job.checksums()
+        crcs, chunk_crcs = sums.checksums()
         return Index(
             identity=identity,
             records=replace(self.records, crc=crcs[plan.order]),
-            chunk_crc=write.reorder_chunks(chunk_crcs, plan),
-            shards=self.digests.filled(crcs[plan.order], job.digests(), self.table),
+            chunk_crc=chunk_crcs[write.chunk_order(plan)],
+            shards=self.digests.filled(crcs[plan.order], sums.digests(), self.table),
             objects=objects,
             pickle_offset=self.pickle_offset,
             pickle_nbytes=len(pickle),

@@ -19,6 +19,7 @@ from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.ranks.world import SoloWorld, World, refuse_outdated, settle
 from datastates.saving import gate
+from datastates.saving.bases import Bases
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.dry_run import describe, refuse_what_cannot_commit
@@ -58,6 +59,7 @@ class Engine:
         threads: int,
         auto_gate: bool,
         ended: Callable[[Snapshot], None] = lambda snapshot: None,
+        bases: Bases | None = None,
     ) -> None:
         """Start an engine, without snapshots in flight.
 
@@ -68,19 +70,21 @@ class Engine:
             auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
             ended: Called with each committed snapshot, and with each failed snapshot of :meth:`take` and
                 :meth:`take_file`, on a thread of the engine: with one at a time, in the order in which they were taken.
+            bases: What saves are compared with, so that only what differs is written; None: all is written.
         """
         self.executor = executor
         self.world = world
         self._threads = threads
         self._auto_gate = auto_gate
         self._ended = ended
+        self._bases = bases
         self._place: tuple[Location, object] | None = None
         self._start()
         _engines.add(self)
 
     def _start(self) -> None:
         world = self.world
-        self._saver = Saver(self.executor, ContainerFraming(world.size), world.rank, world.size)
+        self._saver = Saver(self.executor, ContainerFraming(world.size), world.rank, world.size, self._bases)
         self._pool = Workers("datastates", self._threads)
         # work that waits for other ranks must not occupy the threads that capture state
         self._aside = Workers("datastates-aside", _MOST_ASIDE)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from datastates._base.columns import U32
 from datastates.commit.claims import Claims
 from datastates.commit.ending import Identity
+from datastates.container.index import Hashes, Index
 from datastates.executor.executor import PreparedWrite
-from datastates.executor.jobs import WriteJob
 from datastates.planning.plans import WritePlan
 from datastates.saving.structure import Structure
 from datastates.state.provider import Encoder
@@ -27,11 +28,23 @@ class Tail:
         data: The bytes of the end.
         index_crc32: CRC-32 of the index in ``data``; 0 for a format without an index.
         claims: The parts of logical tensors that the file holds; None in a world of one rank.
+        index: The index in ``data``; None for a format without one.
     """
 
     data: bytes
     index_crc32: int = 0
     claims: Claims | None = None
+    index: Index | None = None
+
+
+class Checksums(Protocol):
+    """The checksums of the arrays' bytes, as a :class:`~datastates.executor.jobs.WriteJob` gives them."""
+
+    def checksums(self) -> tuple[U32, U32]:
+        """The CRC-32 of each source of the plan, and of each chunk of these, sources end to end."""
+
+    def digests(self) -> U32:
+        """The digests of the plan's runs."""
 
 
 class Frame(Protocol):
@@ -41,15 +54,15 @@ class Frame(Protocol):
     def plan(self) -> WritePlan:
         """The plan that says where the arrays lie in the file."""
 
-    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[Checksums, Identity, Hashes | None], Tail]:
         """Encode the objects while the arrays are being written.
 
         Args:
             objects: The serialized objects of the providers.
 
         Returns:
-            A function that encodes the tail, given the write job and the container's identity. It is called once all
-            checksums are known, and needs no live state.
+            A function that encodes the tail, given the checksums, the container's identity, and the hashes of its
+            chunks, if they were taken. It needs no live state.
         """
 
 

@@ -43,6 +43,8 @@ class Report:
             - ``pinned``: whether all host memory that the cache has reserved is page-locked.
             - ``device_cache_bytes``: bytes that gates copied to spare GPU memory; see ``device_cache`` in the settings.
             - ``evacuate_seconds``: seconds that gates needed to enqueue the copies to spare GPU memory.
+            - ``shared``: with ``incremental``, bytes of the container that lie in an earlier one's file, too.
+            - ``in_full``: with ``incremental``, why all was written; empty where something was shared.
             - ``dropped_spans``: number of spans that the timeline had no room for; ``stages`` lacks them.
     """
 

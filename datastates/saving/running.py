@@ -13,18 +13,20 @@ from datastates._base.waiting import Flag
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
 from datastates.commit.replicas import ReplicaDigests
+from datastates.container.index import Hashes
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import Executor, PreparedWrite
 from datastates.executor.jobs import NOTHING, WriteJob, recorded
 from datastates.saving.collect import Collected
-from datastates.saving.frame import Frame
+from datastates.saving.frame import Checksums, Frame, Tail
 from datastates.saving.snapshot import Snapshot, attach, detach, fail, reach, stage
 from datastates.saving.structure import Structure
 from datastates.state import devices, jax_arrays
 from datastates.state import versions as array_versions
 from datastates.state.provider import Encoder
 from datastates.state.shards import Shard, Shards, full_key
+from datastates.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +128,7 @@ class Running:
     replicas: ReplicaDigests | None = None
     _job: WriteJob | None = None
     _is_open: bool = False
+    _tail: Tail | None = None
 
     def begin(self) -> None:
         """Begin to capture the state, by the job that writes the file. State that is not lazy has been copied then.
@@ -195,6 +198,7 @@ class Running:
             reach(self.snapshot, "persisted", file_nbytes=vote.nbytes)
             with stage(self.snapshot, "commit"):
                 path = self.ending.commit(vote)
+            self._note(path)
             reach(self.snapshot, "committed", at=self.ending.committed, path=path)
         except BaseException as error:  # the snapshot passes it to whoever waits
             cause = self.cause or error
@@ -206,6 +210,9 @@ class Running:
             return cause
         self._let_go()
         return None
+
+    def _note(self, path: Location) -> None:
+        """Note where the file is, once it is committed."""
 
     def cancel(self, error: BaseException) -> None:
         """Stop at once, remove the written file, and let the snapshot fail with ``error``."""
@@ -234,7 +241,7 @@ class Running:
     def _wait_captured(self) -> None:
         self.job.wait_captured()
         changed = set(self.witness.compare())
-        if torn := set(self.job.torn()):
+        if torn := self._torn():
             structure = self.collected.structure
             for i, source in enumerate(structure.source):
                 # an eager array may change after its copy: it does not count, even if a lazy array shares its buffer;
@@ -251,6 +258,14 @@ class Running:
         self.collected.release()  # a reference would keep JAX's next computation from taking over a donated array
         reach(self.snapshot, "captured")
 
+    def _torn(self) -> set[int]:
+        """The sources whose memory changed before it was captured."""
+        return set(self.job.torn())
+
+    def _checksums(self) -> tuple[Checksums, Hashes | None]:
+        """The checksums of the file's arrays, and the hashes of its chunks if there are any."""
+        return self.job, None
+
     def _write(self) -> tuple[bytes, Vote]:
         """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
         frame = self.planned.frame
@@ -259,7 +274,8 @@ class Running:
         self._release()
         self.job.wait_checksummed()
         with stage(self.snapshot, "encode"):
-            tail = encode_tail(self.job, self.ending.identity)
+            sums, hashes = self._checksums()
+            self._tail = tail = encode_tail(sums, self.ending.identity, hashes)
         return tail.data, Vote(
             step=self.snapshot.step,
             file=self.ending.path.name,
@@ -271,7 +287,10 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        detach(self.snapshot, self._job.stats() if self._job else {}, recorded(self._job) if self._job else NOTHING)
+        detach(self.snapshot, self._figures(), recorded(self._job) if self._job else NOTHING)
+
+    def _figures(self) -> dict[str, Any]:
+        return self._job.stats() if self._job else {}
 
     def _release(self) -> None:
         self.collected.release()

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from datastates.commit.ending import Identity
+from datastates.container.index import Hashes
 from datastates.container.named_tensor import Tensor
 from datastates.container.safetensors_header import encode_header, file_order
 from datastates.errors import ProviderError
 from datastates.executor.executor import PreparedWrite, prepare_write
-from datastates.executor.jobs import WriteJob
 from datastates.planning import write
 from datastates.planning.plans import WritePlan
-from datastates.saving.frame import Objects, Tail
+from datastates.saving.frame import Checksums, Objects, Tail
 from datastates.saving.structure import Structure
 from datastates.state import keys
 from datastates.state.strides import is_row_major
@@ -59,10 +59,10 @@ class SafetensorsFrame:
 
     plan: WritePlan
 
-    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[Checksums, Identity, Hashes | None], Tail]:
         """Return a function that gives the empty tail: nothing stands behind the tensors."""
         assert not objects
-        return lambda job, identity: Tail(b"")
+        return lambda sums, identity, hashes: Tail(b"")
 
 
 def _tensor(structure: Structure, i: int) -> Tensor:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
+from datastates.saving.bases import Bases
 from datastates.saving.collect import Collected, collect
 from datastates.saving.frame import Framing
+from datastates.saving.incremental import IncrementalRunning, is_possible
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
@@ -20,7 +22,9 @@ from datastates.state.provider import StateProvider
 class Saver:
     """Prepares snapshots with one executor, and keeps the plan of the last one for the next. Not thread-safe."""
 
-    def __init__(self, executor: Executor, framing: Framing, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, executor: Executor, framing: Framing, rank: int = 0, ranks: int = 1, bases: Bases | None = None
+    ) -> None:
         """Prepare for the files of one rank.
 
         Args:
@@ -28,11 +32,13 @@ class Saver:
             framing: The format of the files.
             rank: The number of this rank.
             ranks: The number of ranks that save together.
+            bases: What saves are compared with, so that only what differs is written; None: all is written.
         """
         self._executor = executor
         self._framing = framing
         self._rank = rank
         self._ranks = ranks
+        self._bases = bases
         self._last: SavePlan | None = None
         self._knowledge = Knowledge()
 
@@ -51,7 +57,10 @@ class Saver:
         """
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         planned = self._planned(collected.structure)
-        return Running(self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending)
+        parts = self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending
+        if self._bases is None or self._bases.refused or not is_possible(collected.structure):
+            return Running(*parts)
+        return IncrementalRunning(*parts, bases=self._bases)
 
     @gc_pause.paused()
     def _planned(self, structure: Structure) -> SavePlan:

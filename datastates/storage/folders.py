@@ -57,6 +57,10 @@ class FileWriter(Writer):
         """Put what was written on stable storage. The file stays open."""
 
     @abstractmethod
+    def leave(self) -> None:
+        """Close the file as it is, for others to go on with. Nothing of it need be on stable storage."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Put the file on stable storage, and close it. Its name is durable after :meth:`Folders.sync_folder`.
 

@@ -141,6 +141,11 @@ class LocalWriter(FileWriter):
         _sync(self._files, self._path, self._call)
 
     @override
+    def leave(self) -> None:
+        self._finished = True
+        self.close()
+
+    @override
     def finish(self) -> None:
         settle(self._files, self._path, self._nbytes, self._call)
         self._finished = True

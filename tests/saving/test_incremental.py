@@ -1,0 +1,388 @@
+"""With ``incremental``, what has not changed is neither captured nor written, and each checkpoint stands alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates import _native
+from datastates.commit.carry import every
+from datastates.config import Options
+from datastates.container.file import open_container
+from datastates.errors import DatastatesError, SettingsError
+from datastates.providers import HostTensorProvider, from_state_dict
+from datastates.saving import incremental
+from datastates.storage import Location
+from datastates.storage.local_files import LocalWriter
+
+torch = pytest.importorskip("torch")
+
+CHUNK = 256 * 1024
+
+
+@pytest.fixture(autouse=True)
+def reflinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Let files share ranges, as those of XFS do: whole blocks, or the rest of a file. Gives the ranges."""
+    ranges: list[tuple[int, int]] = []
+
+    def share(self: LocalWriter, source: Location, offset: int, nbytes: int, at: int) -> bool:
+        if not Path(source).exists():
+            return False
+        with Path(source).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset % 4096 or (nbytes % 4096 and offset + nbytes != size) or offset + nbytes > size:
+                return False
+            file.seek(offset)
+            os.pwrite(self._file.fileno(), file.read(nbytes), at)
+        self._nbytes = max(self._nbytes, at + nbytes)
+        ranges.append((offset, nbytes))
+        return True
+
+    monkeypatch.setattr(LocalWriter, "share", share)
+    return ranges
+
+
+def a_state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    large = {f"large.{i}": torch.randn(150_000 + 1000 * i) for i in range(4)}
+    return large | {f"small.{i}": torch.randn(50) for i in range(6)} | {"count": 1}
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        assert same, key
+
+
+def assert_whole(root: Path, expected: dict[int, dict[str, Any]]) -> None:
+    """Each checkpoint restores, torch opens its file, and every byte is as its checksums say."""
+    for step, state in expected.items():
+        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+        with ds.Checkpointer(root) as checkpointer:
+            checkpointer.restore([from_state_dict("state", live)], step=step)
+        assert_equal(live, state)
+        (path,) = root.glob(f"step-{step:08d}*")
+        (file,) = path.glob("rank-*.pt")
+        assert_equal(torch.load(file, weights_only=True)["state"], state)
+        assert sum(map(len, every(open_container(Location(file))))) == file.stat().st_size
+
+
+def save(checkpointer: ds.Checkpointer, state: dict[str, Any], step: int) -> dict[str, Any]:
+    snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=step)
+    snapshot.wait_committed()
+    return snapshot.report.executor
+
+
+def test_only_what_differs_is_written(tmp_path: Path) -> None:
+    state, expected = a_state(), {}
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        full = save(checkpointer, state, 0)
+        expected[0] = copy_of(state)
+        assert full["in_full"]
+        assert not full["shared"]
+        for step in (1, 2):
+            state["large.2"][70_000] += 1  # in its second chunk
+            state["count"] += 1
+            part = save(checkpointer, state, step)
+            expected[step] = copy_of(state)
+            assert part["in_full"] == ""
+            # that chunk, the last one of the array for the checksum that follows, and the small ones in the last pages
+            assert part["bytes"] < 2 * CHUNK + 16 * 4096
+            assert part["bytes"] + part["shared"] == full["bytes"]
+        nothing = save(checkpointer, state, 3)
+        expected[3] = copy_of(state)
+        assert nothing["bytes"] < CHUNK + 16 * 4096
+    assert_whole(tmp_path, expected)
+
+
+def test_any_other_checkpoint_may_go_or_be_damaged(tmp_path: Path) -> None:
+    state, expected = a_state(), {}
+    with ds.Checkpointer(tmp_path, incremental=True, keep_last=2) as checkpointer:
+        for step in range(6):
+            state["large.0"] += 1
+            save(checkpointer, state, step)
+            expected[step] = copy_of(state)
+    assert_whole(tmp_path, {step: expected[step] for step in (4, 5)})
+    (first,) = tmp_path.glob("step-00000004*/rank-*.pt")
+    first.write_bytes(b"damaged")
+    assert_whole(tmp_path, {5: expected[5]})
+
+
+def test_the_next_run_goes_on_from_the_newest(tmp_path: Path) -> None:
+    state, expected = a_state(), {}
+    for step in range(3):
+        state["large.1"][5] += 1
+        with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+            assert (save(checkpointer, state, step)["in_full"] == "") == (step > 0)
+        expected[step] = copy_of(state)
+    assert_whole(tmp_path, expected)
+
+
+def test_after_a_full_checkpoint_without_hashes_all_is_written_once(tmp_path: Path) -> None:
+    state = a_state()
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        assert "in_full" not in save(checkpointer, state, 0)
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        assert save(checkpointer, state, 1)["in_full"] == "nothing with hashes was saved before"
+        assert save(checkpointer, state, 2)["in_full"] == ""
+
+
+def remove(file: Path) -> None:
+    shutil.rmtree(file.parent)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 5000)
+
+
+def replace(file: Path) -> None:
+    other = file.parent.parent / "other"
+    ds.snapshot([from_state_dict("state", a_state(7))], other, step=3).wait_committed()
+    assert (other / "rank-00000.pt").stat().st_size == pytest.approx(file.stat().st_size, abs=4096)
+    (other / "rank-00000.pt").rename(file)
+    shutil.rmtree(other)
+
+
+@pytest.mark.parametrize("change", [remove, cut, replace])
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_base_that_is_not_as_it_was_written_is_not_shared(
+    change: Callable[[Path], None], meanwhile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = a_state()
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        save(checkpointer, state, 0)
+        (base,) = tmp_path.glob("step-*/rank-*.pt")
+        share = LocalWriter.share
+
+        def late(self: LocalWriter, *where: Any) -> bool:
+            shared = share(self, *where)
+            if base.exists() and not (tmp_path / "done").exists():
+                (tmp_path / "done").touch()
+                change(base)
+            return shared
+
+        if meanwhile:
+            monkeypatch.setattr(LocalWriter, "share", late)
+        else:
+            change(base)
+        state["large.1"][5] += 1
+        state["large.3"][140_000] += 1
+        assert "gone, or another one" in (found := save(checkpointer, state, 1)["in_full"]) or "does not share" in found
+        expected = copy_of(state)
+        state["large.1"][5] += 1
+        assert save(checkpointer, state, 2)["in_full"] == ""
+    assert_whole(tmp_path, {1: expected, 2: state})
+
+
+def test_storage_that_shares_nothing_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, expected, asked = a_state(), {}, []
+    monkeypatch.setattr(LocalWriter, "share", lambda self, *where: bool(asked.append(where)))
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        for step in range(4):
+            state["large.1"][5] += 1
+            figures = save(checkpointer, state, step)
+            expected[step] = copy_of(state)
+            assert ("does not share" in figures.get("in_full", "")) == (step == 1)
+    assert len(asked) == 1
+    assert len([line for line in caplog.messages if "each checkpoint is written in full" in line]) == 1
+    assert_whole(tmp_path, expected)
+
+
+def test_each_so_many_checkpoints_one_is_full(tmp_path: Path) -> None:
+    state = a_state()
+    with ds.Checkpointer(tmp_path, incremental=True, full_every=3) as checkpointer:
+        why = [save(checkpointer, state, step)["in_full"] for step in range(7)]
+    assert [step for step, text in enumerate(why) if text] == [0, 3, 6]
+    with pytest.raises(SettingsError, match="full_every: without incremental"):
+        ds.Checkpointer(tmp_path, full_every=3)
+
+
+def test_another_layout_is_written_in_full(tmp_path: Path) -> None:
+    state, expected = a_state(), {}
+    changes: list[Callable[[], object]] = [
+        lambda: state.update({"large.0": torch.randn(400_000)}),
+        lambda: state.pop("large.2"),
+        lambda: state.update({"new": torch.randn(200_000)}),
+        lambda: state.update({"large.1": state["large.1"].double()}),
+    ]
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        save(checkpointer, state, 0)
+        for step, change in enumerate(changes, start=1):
+            change()
+            assert "lie elsewhere" in save(checkpointer, state, step)["in_full"]
+            expected[step] = copy_of(state)
+    assert_whole(tmp_path, expected)
+
+
+def test_renamed_and_exchanged_arrays_are_what_they_are_now(tmp_path: Path) -> None:
+    state = {"a": torch.randn(200_000), "b": torch.randn(200_000), "c": torch.randn(300, 1000)}
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        save(checkpointer, state, 0)
+        exchanged = {"a": state["b"], "b": state["a"], "c": state["c"]}
+        save(checkpointer, exchanged, 1)
+        renamed = {"x": state["b"], "y": state["a"], "z": state["c"]}
+        assert save(checkpointer, renamed, 2)["in_full"] == ""
+    assert_whole(tmp_path, {0: state, 1: exchanged, 2: renamed})
+
+
+def test_eager_arrays_are_as_they_were_in_the_call(tmp_path: Path) -> None:
+    buffer, weight = np.arange(300_000, dtype=np.float64), torch.randn(200_000)
+    expected = {}
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        for step in range(3):
+            weight[3] += 1
+            buffer[250_000:] += 1
+            providers = [HostTensorProvider("replay", {"buffer": buffer}), from_state_dict("state", {"w": weight})]
+            taken = checkpointer.snapshot(providers, step=step)
+            expected[step] = buffer.copy(), weight.clone()
+            buffer[:] -= 1  # as it may, once the call has returned
+            taken.wait_committed()
+            buffer[:] += 1
+            assert (taken.report.executor["in_full"] == "") == (step > 0)
+    for step, (then, weights) in expected.items():
+        found = ds.load(tmp_path, step=step)
+        assert np.array_equal(found["replay"]["buffer"], then)
+        assert torch.equal(found["state"]["w"], weights)
+
+
+def test_an_update_waits_until_it_is_known_what_to_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, reached, go_on = a_state(), threading.Event(), threading.Event()
+    share = incremental._share
+
+    def held(*arguments: Any) -> bool:
+        reached.set()
+        assert go_on.wait(60)
+        return share(*arguments)
+
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        save(checkpointer, state, 0)
+        monkeypatch.setattr(incremental, "_share", held)
+        state["large.1"][5] += 1
+        expected = copy_of(state)
+        snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=1)
+        assert reached.wait(60)
+        updated = threading.Event()
+
+        def update() -> None:
+            with checkpointer.gate():
+                state["large.1"][5] += 1
+                state["large.0"] += 1
+            updated.set()
+
+        threading.Thread(target=update).start()
+        assert not updated.wait(0.1)
+        go_on.set()
+        assert updated.wait(60)
+        snapshot.wait_committed()
+        assert snapshot.report.executor["in_full"] == ""
+    assert_whole(tmp_path, {1: expected})
+
+
+@pytest.mark.parametrize("point", ["write", "sync", "open"])
+def test_a_failure_leaves_nothing_and_the_next_goes_on(point: str, tmp_path: Path) -> None:
+    state = a_state()
+    with ds.Checkpointer(tmp_path, incremental=True, on_error="warn") as checkpointer:
+        save(checkpointer, state, 0)
+        state["large.1"][5] += 1
+        _native.arm_fault(point, "fail", 28)
+        with pytest.raises(DatastatesError):
+            save(checkpointer, state, 1)
+        _native.clear_faults()
+        assert [path.name[:13] for path in tmp_path.glob("step-*")] == ["step-00000000"]
+        state["large.2"][5] += 1
+        save(checkpointer, state, 2)
+        expected = copy_of(state)
+    assert_whole(tmp_path, {2: expected})
+
+
+def test_two_ranks_share_each_with_their_own(tmp_path: Path) -> None:
+    whole = torch.randn(2, 200_000)
+    reports: dict[tuple[int, int], dict[str, Any]] = {}
+    replicated = torch.randn(300_000)
+
+    def rank(number: int) -> None:
+        options: Options = {"rank": number, "world_size": 2, "incremental": True}
+        with ds.Checkpointer(tmp_path, **options) as checkpointer:
+            for step in range(3):
+                state = {"mine": whole[number] + step * torch.eye(1, 200_000)[0], "alike": replicated}
+                provider = from_state_dict(f"state{number}", state)
+                snapshot = checkpointer.snapshot([provider], step=step)
+                snapshot.wait_committed()
+                reports[number, step] = snapshot.report.executor
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(reports) == 6
+    assert all((report["in_full"] == "") == (step > 0) for (_, step), report in reports.items())
+    for step in range(3):
+        found = ds.load(tmp_path, step=step)
+        for number in range(2):
+            expected = whole[number] + step * torch.eye(1, 200_000)[0]
+            assert torch.equal(found[f"state{number}"]["mine"], expected)
+            assert torch.equal(found[f"state{number}"]["alike"], replicated)
+
+
+KEYS = ["a", "b", "c", "d"]
+CHANGES = st.one_of(
+    st.tuples(st.just("one"), st.sampled_from(KEYS), st.integers(0, 199_999)),
+    st.tuples(st.just("all"), st.sampled_from(KEYS), st.just(0)),
+    st.tuples(st.just("resize"), st.sampled_from(KEYS), st.integers(1, 300_000)),
+    st.tuples(st.just("drop"), st.sampled_from(KEYS), st.just(0)),
+    st.tuples(st.just("back"), st.just(""), st.integers(0, 9)),
+    st.tuples(st.just("delete"), st.just(""), st.integers(0, 9)),
+    st.tuples(st.just("again"), st.just(""), st.just(0)),
+)
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.lists(CHANGES, min_size=2, max_size=7))
+def test_histories(tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, str, int]]) -> None:
+    root = tmp_path_factory.mktemp("history")
+    state = {key: torch.arange(200_000, dtype=torch.float32) + i for i, key in enumerate(KEYS)} | {"n": 0}
+    expected: dict[int, dict[str, Any]] = {}
+    checkpointer = ds.Checkpointer(root, incremental=True)
+    for step, (change, key, number) in enumerate(history):
+        tensor = state.get(key)
+        if change == "resize" or (tensor is None and key):
+            state[key] = torch.arange(number + 1, dtype=torch.float32)
+        elif change == "one" and tensor is not None:
+            tensor[number % len(tensor)] += 1
+        elif change == "all" and tensor is not None:
+            tensor += 1
+        elif change == "drop":
+            del state[key]
+        elif change == "back" and number in expected:
+            state = copy_of(expected[number])
+        elif change == "delete" and number in expected:
+            del expected[number]
+            (path,) = root.glob(f"step-{number:08d}*")
+            shutil.rmtree(path)
+        elif change == "again":
+            checkpointer.close()
+            checkpointer = ds.Checkpointer(root, incremental=True)
+        state["n"] += 1
+        save(checkpointer, state, step)
+        expected[step] = copy_of(state)
+    checkpointer.close()
+    assert_whole(root, expected)
+    shutil.rmtree(root)
