@@ -261,7 +261,7 @@ docs: .venv/installed ## The site of docs/, in build/site; fails at a link or an
 URING = $(or $(filter /%,$(shell $(CXX) -print-file-name=liburing.a)),-luring)
 DEFLATE = $(or $(filter /%,$(shell $(CXX) -print-file-name=libdeflate.a)),-ldeflate)
 
-build/raw_io: benchmarks/raw_io.cpp native/src/checksum/checksum.cpp
+build/raw_io: benchmarks/raw_io.cpp native/src/checksum/checksum.cpp native/src/base/processor.cpp
 	.ci/setup-system $(PYTHON)
 	mkdir -p $(@D)
 	$(CXX) -std=c++20 -O2 -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Inative/include -o $@ $^ $(URING) $(DEFLATE) -pthread

@@ -8,6 +8,8 @@
 
 #include <array>
 
+#include "datastates/base/processor.hpp"
+
 namespace datastates {
 namespace {
 
@@ -103,10 +105,7 @@ constexpr long long kFoldSecond = 2LL * power((8 * kFolded) - 32);
     return crc32_of_library(crc, data);
 }
 
-const bool kWide = []() noexcept {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
-}();
+const bool kWide = vectors().avx512f && vectors().vpclmulqdq;
 
 #endif
 

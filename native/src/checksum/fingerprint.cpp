@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/processor.hpp"
 
 namespace datastates::fingerprint {
 namespace {
@@ -54,10 +55,7 @@ std::uint64_t load(const std::byte* data, std::uint64_t left) {
     return sum_words(position, data, count);
 }
 
-const bool kWide = []() noexcept {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512dq") != 0;
-}();
+const bool kWide = vectors().avx512dq;
 #endif
 
 std::uint64_t sum_run(std::uint64_t position, const std::byte* data, std::uint64_t count) {

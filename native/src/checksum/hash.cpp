@@ -7,6 +7,8 @@
 #include <immintrin.h>
 #endif
 
+#include "datastates/base/processor.hpp"
+
 namespace datastates::hash {
 
 const char* const kKernelPtx =
@@ -26,9 +28,8 @@ constexpr std::size_t kMiddleWords = kColumns * kPasses * 2;
 constexpr std::size_t kTerms = 6;  // a constant, four sums and the length
 constexpr std::size_t kHalves = 2;
 constexpr std::uint64_t kSeed = 0x3832312D686E;  // "nh-128"
-// Rows that stay in the processor's nearest cache while all columns pass over them.
+// Rows that stay in the nearest cache while all columns pass over them.
 constexpr std::size_t kTile = 8;
-constexpr std::size_t kLine = 64;  // of that cache
 
 struct Keys {
     alignas(64) std::array<std::uint32_t, kShift*(kRows + kPasses - 1)> rows;
@@ -92,11 +93,13 @@ void add_scalar(Sums& sums, const std::byte* data, std::size_t row, std::size_t 
 
 #if defined(__x86_64__)
 // NOLINTBEGIN(modernize-avoid-c-arrays): GCC warns of std::array with vectors.
+
+constexpr std::size_t kLine = 64;  // of the processor's cache
+
 // AVX-512 was no faster on a Xeon that has it: 11.5 GB/s of memory in place of 11.1.
 // Four columns, a line of the cache, pass over the rows of a tile while their sums stay in
 // registers. The next tile is read ahead in the order of its addresses: in that of its use, memory
 // came a sixth slower.
-
 [[gnu::target("avx2")]] void add_avx2(Sums& sums, const std::byte* data, std::size_t row,
                                       std::size_t count) {
     for (std::size_t line = 0; line < kRow / kLine; ++line) {
@@ -175,8 +178,7 @@ Hash hashed(std::span<const std::byte> chunk, Add add) {
 
 const Add kBest = []() noexcept -> Add {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") != 0) return add_avx2;
+    if (vectors().avx2) return add_avx2;
 #endif
     return add_scalar;
 }();
