@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates.providers import from_module, from_optimizer, from_state_dict
+from datastates.providers import from_state_dict, from_stateful
 from datastates.storage import Location
 from datastates.storage.local_files import LocalWriter
 
@@ -75,14 +75,12 @@ def test_a_loop_with_a_frozen_base_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
         for step in range(6):
             losses.append(train(model, optimizer, step))
-            snapshot = checkpointer.snapshot(
-                [from_module("m", model), from_optimizer("o", model, optimizer)], step=step
-            )
+            snapshot = checkpointer.snapshot([from_stateful("m", model), from_stateful("o", optimizer)], step=step)
         snapshot.wait_committed()
         assert snapshot.report.executor["bytes"] < 4_000_000
     for begun in range(5):
         model, optimizer = make()
         train(model, optimizer, 99)
         with ds.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.restore([from_module("m", model), from_optimizer("o", model, optimizer)], step=begun)
+            checkpointer.restore([from_stateful("m", model), from_stateful("o", optimizer)], step=begun)
         assert [train(model, optimizer, step) for step in range(begun + 1, 6)] == losses[begun + 1 :]
