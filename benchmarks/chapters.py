@@ -137,8 +137,8 @@ CHAPTERS = {
     "restore-cold": Chapter(
         "Cold restore in place",
         "{bytes}",
-        "The page cache is cold. Tensors that were set to zero before are compared afterwards. *Raw restore* also "
-        "takes checksums and copies: it bounds any restore that verifies.",
+        "Tensors that were set to zero before are compared afterwards. *Raw restore* also takes checksums and copies: "
+        "it bounds any restore that verifies.",
         (_RATE,),
     ),
     "restore-first": Chapter(
