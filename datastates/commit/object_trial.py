@@ -25,11 +25,14 @@ def refuse_overwriting(root: Location) -> None:
     store = store_of(root)
     if root in _kept.setdefault(store, set()):
         return
+    why = ""
     for _ in range(_TRIES):
         key = root / f".trial-{secrets.token_hex(8)}"
         try:
-            if (what := _broken(store, key)) is None:
-                continue
+            what = _broken(store, key)
+        except UncertainError as error:
+            why = f": {error}"
+            continue
         finally:
             store.discard([key])
         if what:
@@ -42,18 +45,20 @@ def refuse_overwriting(root: Location) -> None:
             )
         _kept[store].add(root)
         return
-    text = f"{root}: the store did not tell whether it makes an object once only, in {_TRIES} trials"
+    text = f"{root}: the store did not tell whether it makes an object once only, in {_TRIES} trials{why}"
     raise StorageError(0, "create", str(root), text)
 
 
-def _broken(store: Store, key: Location) -> str | None:
-    """What is wrong with a store; empty if nothing is, and None if its answers do not tell."""
+def _broken(store: Store, key: Location) -> str:
+    """What is wrong with a store; empty if nothing is. Raises UncertainError if its answers do not tell."""
+    unclear = [UncertainError(0, "create", str(key), f"create {key}: all were refused")]
 
-    def create(number: int) -> bool | None:
+    def create(number: int) -> bool:
         try:
             store.create(key, b"%d" % number)
-        except UncertainError:
-            return None
+        except UncertainError as error:
+            unclear.append(error)
+            return False
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
@@ -63,8 +68,8 @@ def _broken(store: Store, key: Location) -> str | None:
     made = [*each(create, range(_AT_ONCE), _AT_ONCE), create(_AT_ONCE)]
     if made.count(True) > 1:
         return f"of {len(made)} creates of one object, {made.count(True)} succeeded"
-    if None in made or True not in made:  # an answer was lost
-        return None
+    if len(unclear) > 1 or True not in made:  # an answer was lost
+        raise unclear[-1]
     if store.read_all(key) != b"%d" % made.index(True):
         return "an object was replaced by a create that reported to have failed"
     return "" if key.name in store.names(key.parent) else "a list lacks an object that was created"

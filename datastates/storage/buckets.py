@@ -193,7 +193,9 @@ class Buckets(Store):
 
     def _is_there(self, path: Location, counted: _Counted) -> bool:
         """Whether all bytes have been sent, and an object has their length: only they are ever put there."""
-        return counted.ended and self.length_if_there(path) == counted.nbytes
+        with contextlib.suppress(StorageError):
+            return counted.ended and self.length_if_there(path) == counted.nbytes
+        return False
 
     @override
     def discard(self, paths: Sequence[Location]) -> None:

@@ -85,7 +85,7 @@ class Unclear(AgedStore):
             self._left -= 1
             told = self._left < 0
         if not told:
-            raise UncertainError(0, "create", str(path))
+            raise UncertainError(0, "create", str(path), "400 Bad Request")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ class Unclear(AgedStore):
             "mem://bucket/run: the store does not keep its promise: of 5 creates of one object, 5 succeeded",
         ),
         (Unlisted, "does not keep its promise: a list lacks an object that was created"),
-        (lambda: Unclear(100), "did not tell whether it makes an object once only, in 5 trials"),
+        (lambda: Unclear(100), "did not tell whether it makes an object once only, in 5 trials: 400 Bad Request"),
     ],
     ids=["overwrites", "unlisted", "unclear"],
 )

@@ -296,6 +296,16 @@ def test_an_upload_whose_last_answer_is_lost_is_done_or_uncertain(
     assert store.length(root / "a") == 10 << 20
 
 
+def test_an_upload_to_a_server_that_is_gone_says_so(store: Buckets, faults: FaultServer, root: Location) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield bytes(8 << 20)
+        faults.add("answer", times=1000)  # a look at what was made gets no answer, either
+        yield bytes(8 << 20)
+
+    with pytest.raises(UncertainError, match=f"^write {root / 'a'}: 503 Service"):
+        Buckets(patience=0.1).upload(root / "a", pieces(), 16 << 20)
+
+
 def test_an_upload_that_is_denied_is_aborted(store: Buckets, faults: FaultServer, root: Location, kind: str) -> None:
     faults.add("answer", "PUT", "block" if kind == "azurite" else "partNumber", times=1000, status=403)
     with pytest.raises(StorageError, match=f"write {root / 'a'}: ") as caught:
