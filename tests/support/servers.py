@@ -22,7 +22,7 @@ import pytest
 
 AZURITE = Path(__file__).parents[2] / "build/azurite/node_modules/.bin/azurite-blob"
 """The server of Azure's protocol, where the Makefile puts it if npm is there."""
-ROOTS = {"moto": "s3://bucket", "localbucket": "s3://bucket", "azurite": "az://bucket", "nanio": "s3://bucket"}
+ROOTS = {**dict.fromkeys(("moto", "localbucket", "nanio", "radosgw"), "s3://bucket"), "azurite": "az://bucket"}
 """For each server, the address of its bucket."""
 SECRET = base64.b64encode(b"canary-0123456789-secret").decode()
 ENDPOINTS = ("AWS_ENDPOINT_URL", "AZURITE_BLOB_STORAGE_URL")
@@ -32,15 +32,19 @@ _START_S = 60
 
 def each(*kinds: str) -> list[Any]:
     """The parameters of tests that run on several servers. Azure's is started anew in seconds: those are long."""
-    return [pytest.param(kind, marks=[pytest.mark.long] if kind == "azurite" else []) for kind in kinds]
+    marks = {"azurite": [pytest.mark.long], "radosgw": [pytest.mark.by_hand]}
+    return [pytest.param(kind, marks=marks.get(kind, [])) for kind in kinds]
 
 
 @contextlib.contextmanager
 def server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
     """Start a server with an empty bucket; yields the environment that obstore needs for it.
 
-    The test is skipped where the server is not installed.
+    The test is skipped where the server is not installed. One of radosgw, which takes a cluster, is found at RADOSGW.
     """
+    if kind == "radosgw":
+        yield _of_radosgw()
+        return
     if kind == "azurite":
         if not (AZURITE.exists() and shutil.which("node")):
             pytest.skip(f"{AZURITE} is not there: `make azurite` installs it where npm is")
@@ -81,6 +85,17 @@ def _of_s3(url: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_REGION": "us-east-1",
     }
+
+
+def _of_radosgw() -> dict[str, str]:
+    """The environment for the server at RADOSGW, which has the user of :func:`_of_s3`; makes the bucket."""
+    if not (url := os.environ.get("RADOSGW", "")):
+        pytest.skip("RADOSGW has no address of a server")
+    environment = _of_s3(url)
+    keys = {name.lower(): environment[name.upper()] for name in ("aws_access_key_id", "aws_secret_access_key")}
+    client = pytest.importorskip("boto3").client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="bucket")
+    return environment
 
 
 def _of_azure(url: str) -> dict[str, str]:
