@@ -285,6 +285,12 @@ class Settings(RankSettings, RetentionSettings):
     full_every: int | None = Field(
         None, ge=1, description="With incremental: each so many checkpoints, one is written in full."
     )
+    on_stale: Literal["warn", "error", "ignore"] | None = Field(
+        None,
+        description="What happens if a torch optimizer has stepped since the last snapshot, and none of its parameters "
+        "has changed in what is saved. warn: a warning names them. error: the snapshot fails with StaleStateError. "
+        "None: warn with incremental, as long as bytes are shared; else ignore.",
+    )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
         "raise",
@@ -391,6 +397,7 @@ class Options(RankOptions, total=False):
     peers: Literal[0, 1]
     incremental: bool
     full_every: int | None
+    on_stale: Literal["warn", "error", "ignore"] | None
     auto_gate: bool
     on_error: Literal["raise", "warn"] | Callable[[Any], object]
     on_commit: Callable[[Any], object] | None

@@ -191,6 +191,10 @@ class OutOfMemoryError(MemoryError, DatastatesError):  # in this order, as Memor
         self.free = free
 
 
+class StaleStateError(DatastatesError, RuntimeError):
+    """An optimizer has stepped, and none of its parameters has changed in what was to be saved."""
+
+
 class TornSnapshotError(DatastatesError, RuntimeError):
     """State changed before it was captured; the snapshot was discarded.
 

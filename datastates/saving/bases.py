@@ -16,6 +16,8 @@ from datastates.container.file import open_container, read_index
 from datastates.container.index import Index
 from datastates.container.partial_records import hashes_of
 from datastates.errors import DatastatesError
+from datastates.saving import gate
+from datastates.saving.stale import Watch
 from datastates.storage.location import Location
 
 NEVER_SAVED = "nothing with hashes was saved before"
@@ -53,17 +55,28 @@ class Bases:
     """The newest base of a run on this rank, and whether saves share bytes with it. For one thread at a time.
 
     Attributes:
-        refused: Why the storage shares no bytes; empty as long as it may.
+        refused: Why no bytes are shared; empty as long as they may be.
+        watch: Compares each save with the one before; None where nobody asks for it.
     """
 
-    def __init__(self, full_every: int | None, find: Callable[[], Location | None]) -> None:
+    def __init__(
+        self,
+        full_every: int | None,
+        find: Callable[[], Location | None],
+        *,
+        watch: Watch | None = None,
+        keeps_watch: bool = False,
+    ) -> None:
         """Begin without a base.
 
         Args:
             full_every: Each so many saves, one is written in full; None: none.
             find: Finds this rank's container in the newest checkpoint that is there already.
+            watch: Compares each save with the one before; None: none is needed.
+            keeps_watch: Whether it compares them also where no bytes are shared.
         """
         self.refused = ""
+        self.watch, self._keeps_watch = watch, keeps_watch
         self._full_every = full_every
         self._find: Callable[[], Location | None] | None = find
         self._newest: Base | None = None
@@ -84,6 +97,11 @@ class Bases:
         """Note a save that is committed. ``shares``: it has bytes of another checkpoint."""
         self._newest, self._shared, self._find = base, self._shared + 1 if shares else 0, None
 
+    @property
+    def needs_hashes(self) -> bool:
+        """Whether saves take hashes."""
+        return not self.refused or (self._keeps_watch and self.watch is not None)
+
     def refuse(self, why: str) -> None:
         """Note that the storage cannot share bytes; later saves do not try again."""
         self.refused = why
@@ -91,8 +109,21 @@ class Bases:
 
 
 def bases_of(settings: Settings, tier: Tier, rank: int) -> Bases | None:
-    """The bases of a run's saves in a tier; None without the setting ``incremental``."""
-    return Bases(settings.full_every, partial(_newest_container, tier, rank)) if settings.incremental else None
+    """The bases of a run's saves in a tier; None where the settings ask for no hashes."""
+    asked = settings.on_stale or ("warn" if settings.incremental else "ignore")
+    watch = None if asked == "ignore" else Watch(asked)
+    if not settings.incremental and watch is None:
+        return None
+    if watch is not None:
+        gate.watch(watch)
+    bases = Bases(
+        settings.full_every,
+        partial(_newest_container, tier, rank),
+        watch=watch,
+        keeps_watch=settings.on_stale is not None,
+    )
+    bases.refused = "" if settings.incremental else "incremental is not set"
+    return bases
 
 
 def _newest_container(tier: Tier, rank: int) -> Location | None:

@@ -13,6 +13,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.executor.timeline import STEP, TRAINING_THREAD, Span
 from datastates.saving.snapshot import Snapshot, is_free, pass_gate
+from datastates.saving.stale import Watch
 
 MOST_STEPS = 16_384
 """Number of optimizer steps whose times are kept."""
@@ -27,6 +28,7 @@ class _Guarded(weakref.ref[Snapshot]):
 # no lock guards this set, as a wait at the gate may be interrupted anywhere: each change is one operation
 _pending: set[_Guarded] = set()
 _hook: Any = None
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _stepped: deque[float] = deque(maxlen=MOST_STEPS)
 """When the last optimizer steps began, on the monotonic clock."""
 
@@ -43,6 +45,11 @@ def guard(snapshot: Snapshot, *, automatic: bool) -> None:
 
         # a compiled step then runs the hook uncompiled, between two graphs; torch.compiler.disable imports Dynamo
         _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
+
+
+def watch(one: Watch) -> None:
+    """Tell a watch of each optimizer step from now on, as long as somebody holds it."""
+    _watches.add(one)
 
 
 def pass_all(*, automatic_only: bool = False) -> None:
@@ -88,6 +95,8 @@ def is_in_step() -> bool:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _stepped.append(time.monotonic())
+    for one in list(_watches):
+        one.note(optimizer)
     if not _pending:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -27,6 +27,7 @@ from datastates.saving.frame import Checksums
 from datastates.saving.partial_container import PartialContainer
 from datastates.saving.running import Running
 from datastates.saving.snapshot import attach
+from datastates.saving.stale import Stepped
 from datastates.saving.structure import Structure
 from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
@@ -49,12 +50,15 @@ class IncrementalRunning(Running):
     _hashes: U8 | None = None
     _submitted: Flag = field(default_factory=Flag)
     _part: PartialContainer | None = None
+    _stepped: list[Stepped] = field(default_factory=list)
     _why_in_full: str = ""
 
     def begin(self) -> None:
         """Begin to hash the state. State that is not lazy has been copied then."""
         structure = self.collected.structure
         self._columns, self._copies = _with_copies(structure, self.collected.places.columns)
+        if self.bases.watch is not None:
+            self._stepped = self.bases.watch.stepped()
         self._hashing = self.executor.submit_hash(self._columns, self.planned.frame.plan.source_nbytes)
         attach(self.snapshot, self.gate, self._figures, self._recorded)
 
@@ -67,12 +71,19 @@ class IncrementalRunning(Running):
             self._hashing.wait()
             self._hashes = self._hashing.hashes[write.chunk_order(frame.plan)]
             self._hashing = None
+            self._watch(frame)
             self.ending.open(frame.plan.end)
             self._is_open = True
             self._part = self._shared(frame)
             self._begin_to_capture()
         finally:
             self._submitted.set()
+
+    def _watch(self, frame: ContainerFrame) -> None:
+        """Compare the state with that of the snapshot before."""
+        if self.bases.watch is not None and self._columns is not None and self._hashes is not None:
+            structure, pointers = self.collected.structure, self._columns[0]
+            self.bases.watch.compare(self.snapshot.step, frame, structure, pointers, self._hashes, self._stepped)
 
     def _shared(self, frame: ContainerFrame) -> PartialContainer | None:
         """The part to write, over a file that has the rest; None to write all."""
