@@ -12,10 +12,11 @@ if find_spec("datastates._native") is None:
 
 from datastates.api import compare, export, load, open, restore, snapshot
 from datastates.checkpointer import Checkpointer
-from datastates.config import IoSettings, Settings, TierSettings
+from datastates.config import IoSettings, Settings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
+from datastates.kept import TierSettings
 from datastates.reading.checkpoint import Checkpoint
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restored import Comparison, Restored, RestoreReport

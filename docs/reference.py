@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.cli import commands
-from datastates.config import IoSettings, RankSettings, Settings, TierSettings
+from datastates.config import IoSettings, RankSettings, Settings
 from datastates.files.settings import FileSettings
+from datastates.kept import TierSettings
 
 DOCS = Path(__file__).parent
 IO, RANKS, FILES = set(IoSettings.model_fields), set(RankSettings.model_fields), set(FileSettings.model_fields)

@@ -13,8 +13,8 @@ from datastates._base.tasks import each
 from datastates.commit import health
 from datastates.commit.newest import in_order
 from datastates.commit.tier import Committed, Tier
-from datastates.config import Keep
 from datastates.errors import said
+from datastates.kept import Keep
 from datastates.storage.location import Location
 
 _AT_ONCE = 8

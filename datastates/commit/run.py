@@ -17,8 +17,8 @@ from datastates.commit import manifest, retention
 from datastates.commit.names import Identity
 from datastates.commit.opening import Opening
 from datastates.commit.tier import Committed, Tier
-from datastates.config import Keep
 from datastates.errors import CommitError, DatastatesError, StorageError
+from datastates.kept import Keep
 from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datastates.commit import retention
 from datastates.commit.names import Identity, step_name
 from datastates.commit.tier import Committed, Tier, Uncommitted
-from datastates.config import Keep
+from datastates.kept import Keep
 from datastates.storage.location import Location
 
 

@@ -14,11 +14,11 @@ from datastates.commit import manifest
 from datastates.commit.names import step_name
 from datastates.commit.run import Run
 from datastates.commit.tier import Committed, Tier, Uncommitted
-from datastates.config import Keep
 from datastates.draining.backlog import Backlog
 from datastates.draining.bring import Part, bring, is_damage_of
 from datastates.draining.rounds import Rounds
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FencedError, said
+from datastates.kept import Keep
 from datastates.storage.location import Location
 
 _AHEAD = 10.0

@@ -8,8 +8,8 @@ from functools import partial
 
 from datastates.commit.names import Identity
 from datastates.commit.tier import Committed, Tier
-from datastates.config import Keep
 from datastates.draining.drain import Around, Drain
+from datastates.kept import Keep
 from datastates.ranks.world import World
 from datastates.storage.location import Location
 

@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from datastates._base import log
 from datastates.commit.retention import warning
-from datastates.config import TierSettings
 from datastates.draining import folder
 from datastates.draining.copies import Copies, is_there
 from datastates.draining.folder import Folder, Kept, outdated
 from datastates.draining.rounds import Rounds
 from datastates.errors import DatastatesError, FormatError, StorageError
+from datastates.kept import TierSettings
 from datastates.storage.location import Location
 
 Context = Callable[[], AbstractContextManager[None]]

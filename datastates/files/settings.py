@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from datastates.config import IoOptions, IoSettings, Tiers, TierSettings
+from datastates.config import IoOptions, IoSettings
+from datastates.kept import Tiers, TierSettings
 from datastates.storage import Location, store_of
 
 

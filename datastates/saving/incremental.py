@@ -93,9 +93,13 @@ class IncrementalRunning(Running):
         if not same_places(frame.records, base.index.records):
             self._why_in_full = f"arrays lie elsewhere than in step {base.step}"
             return None
-        part = PartialContainer.of(frame, base, self._changed(base), self.executor.block)
-        if part.partial.written.all():
+        changed = self._changed(base)
+        if changed.all():
             self._why_in_full = "all has changed"
+            return None
+        part = PartialContainer.of(frame, base, changed, self.executor.block)
+        if part.partial.written.all():
+            self._why_in_full = "all has changed, or shares pages with what has"
         elif not base.is_there():
             self._why_in_full = _GONE.format(base.step)
         elif not _share(part, self.ending.path):

@@ -9,8 +9,8 @@ from datastates.commit.manifest import ContainerEntry, Manifest, container_name
 from datastates.commit.names import step_name
 from datastates.commit.tier import Tier, Uncommitted
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError
+from datastates.kept import Keep
 from datastates.storage import Location, Store, store_of
 
 _DATA = b"state"

@@ -349,7 +349,7 @@ TEST(prepared_devices_and_reserved_memory) {
     executor->prepare_device(0);
     CHECK(!executor->pinned());
     CHECK_THROWS(ErrorCode::cuda, executor->prepare_device(1000));
-    executor->reserve(70 * kBlock);
+    executor->prepare_cache(70 * kBlock);
     const auto deadline = Clock::now() + std::chrono::seconds(20);
     while (!executor->pinned() && Clock::now() < deadline) std::this_thread::yield();
     CHECK(executor->pinned());

@@ -1,6 +1,7 @@
 #include "datastates/plan.hpp"
 
 #include <array>
+#include <cstring>
 #include <functional>
 
 #include "check.hpp"
@@ -172,6 +173,38 @@ TEST(refuses_to_cut_a_word_of_the_file) {
     arrays.piece_length[1] = 60;
     arrays.extent_length[1] = 68;
     CHECK_EQ(arrays.make().first_word(1), 4U);
+}
+
+TEST(a_write_plan_may_leave_gaps) {
+    CHECK(!WriteArrays().make().has_gaps());
+    WriteArrays arrays;
+    arrays.extent_offset = {8192, 16384};
+    const WritePlan plan = arrays.make();
+    CHECK(plan.has_gaps());
+    CHECK_EQ(plan.stretches().size(), 2U);
+    CHECK_EQ(plan.stretches()[1].offset, 16384U);
+    CHECK_EQ(plan.stretches()[1].length, 72U);
+    CHECK_EQ(plan.bytes(), 4168U);
+    CHECK_EQ(plan.file_length(), 16456U);
+    arrays.extent_offset = {4096, 8192};
+    CHECK_EQ(arrays.make().stretches().size(), 1U);
+    CHECK(arrays.make().has_gaps());
+}
+
+TEST(parts_and_a_constant_make_up_a_checksum) {
+    const auto bytes = std::as_bytes(std::span("three parts of one record"));
+    const auto part = [&](std::size_t from, std::size_t n) {
+        return crc32(0, bytes.subspan(from, n));
+    };
+    const std::uint32_t known = Crc32Shift(bytes.size() - 12).shift(part(6, 6));
+    std::vector<std::byte> extent(8);
+    std::memcpy(extent.data() + 4, &known, sizeof known);
+    WritePlan::Patch{.offset = 4, .source = 0, .after = bytes.size() - 6}.apply(part(0, 6), extent);
+    WritePlan::Patch{.offset = 4, .source = 1, .after = 0}.apply(part(12, bytes.size() - 12),
+                                                                 extent);
+    std::uint32_t found = 0;
+    std::memcpy(&found, extent.data() + 4, sizeof found);
+    CHECK_EQ(found, crc32(0, bytes));
 }
 
 TEST(takes_an_empty_write_plan) {

@@ -76,7 +76,7 @@ TEST(a_job_begins_once_memory_has_come) {
     HeldCase jobs(2, kPiece);
     // The first one has the block.
     CHECK(!jobs.second->wait(Clock::now() + std::chrono::milliseconds(50)));
-    jobs.executor->reserve(2 * kPiece);
+    jobs.executor->prepare_cache(2 * kPiece);
     jobs.check();
 }
 

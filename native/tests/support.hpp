@@ -279,7 +279,9 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
         patch_offset.push_back(where % block_bytes);
         patch_source.push_back(static_cast<std::int32_t>(i));
         patch_after.push_back(0);
-        const std::uint32_t crc = datastates::crc32(0, made.sources[i]);
+        std::uint32_t crc = 0;
+        std::memcpy(&crc, made.expected.data() + where, sizeof crc);
+        crc ^= datastates::crc32(0, made.sources[i]);
         std::memcpy(made.expected.data() + where, &crc, sizeof crc);
     }
     if (random() % 2 == 0) place_literal(random() % 5000);

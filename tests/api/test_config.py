@@ -10,9 +10,10 @@ import pytest
 
 import datastates as ds
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.config import IoOptions, IoSettings, Keep, Options, RankOptions, RankSettings, Settings
+from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError, StorageError
 from datastates.files.settings import FileOptions, FileSettings, FolderOptions, FolderSettings
+from datastates.kept import Keep
 
 
 @pytest.mark.parametrize(

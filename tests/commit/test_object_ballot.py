@@ -17,8 +17,8 @@ from datastates.commit.claims import Claims
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name
 from datastates.commit.object_tier import ObjectTier
 from datastates.commit.run import Run
-from datastates.config import Keep
 from datastates.errors import UncertainError
+from datastates.kept import Keep
 from datastates.ranks.world import World, world_of
 from datastates.storage import Entry, Location, register
 

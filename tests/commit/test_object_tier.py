@@ -32,8 +32,8 @@ from datastates.commit.manifest import FENCE, ContainerEntry, Manifest, containe
 from datastates.commit.names import with_attempt
 from datastates.commit.object_tier import ObjectTier
 from datastates.commit.tiers import sweep_beside, tier_of
-from datastates.config import Keep
 from datastates.errors import CheckpointNotFoundError, CommitError, StorageError
+from datastates.kept import Keep
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location, register, store_of, stores
 from datastates.storage.buckets import Buckets

@@ -16,7 +16,7 @@ from datastates.commit import manifest, retention
 from datastates.commit.object_tier import ObjectTier
 from datastates.commit.tier import Committed
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
+from datastates.kept import Keep
 from datastates.providers import HostTensorProvider
 from datastates.storage import Location
 

@@ -41,10 +41,10 @@ from datastates._base import faults
 from datastates.commit import fence, retention
 from datastates.commit.newest import committed
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.executor.executor import arm_faults
 from datastates.formats.own import verify_container
+from datastates.kept import Keep
 from datastates.reading.every_container import open_checkpoint
 from datastates.saving.snapshot import wait_ended, wait_free
 

@@ -19,9 +19,9 @@ import datastates as ds
 from datastates import _native
 from datastates.commit import fence, newest, retention
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
 from datastates.errors import DatastatesError
 from datastates.formats.own import verify_container
+from datastates.kept import Keep
 from datastates.reading.every_container import open_checkpoint
 
 SCRIPT_SECONDS = 120

@@ -21,8 +21,8 @@ from datastates.commit.directory_tier import DirectoryTier
 from datastates.commit.pending import Pending
 from datastates.commit.tier import Tier
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
 from datastates.errors import FencedError
+from datastates.kept import Keep
 from datastates.providers import HostTensorProvider
 from datastates.storage import Folders, Location, folders_of
 

@@ -16,8 +16,8 @@ import datastates as ds
 from datastates._base import faults
 from datastates.commit import manifest, newest, retention, run
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep
 from datastates.errors import FormatError, StorageError
+from datastates.kept import Keep
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:

@@ -16,11 +16,11 @@ from far_store import FarStore
 from framework_folders import FAR, contents, drain, drains, make, names
 
 from datastates.cli.commands import main
-from datastates.config import TierSettings
 from datastates.draining import folder
 from datastates.draining.copies import Copies
 from datastates.errors import StorageError
 from datastates.files.settings import FileSettings
+from datastates.kept import TierSettings
 from datastates.storage import Location
 
 Run = Callable[..., Any]

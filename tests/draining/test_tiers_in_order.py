@@ -17,10 +17,10 @@ import datastates as ds
 from datastates._base.waiting import Bell
 from datastates.commit.run import Order
 from datastates.commit.tiers import tier_of
-from datastates.config import Keep, TierSettings
 from datastates.draining import drain, drains, pace, rounds
 from datastates.draining.backlog import Backlog
 from datastates.errors import FencedError, FormatError, SettingsError, SnapshotTimeoutError, StorageError
+from datastates.kept import Keep, TierSettings
 from datastates.providers import from_state_dict
 from datastates.storage import Location
 from datastates.storage.local import LocalStore

@@ -68,7 +68,7 @@ def test_a_loop_with_a_frozen_base_goes_on_bit_for_bit(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     model, optimizer = make()
     losses = []

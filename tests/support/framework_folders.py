@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from datastates.config import TierSettings
 from datastates.draining import folder
 from datastates.draining.copies import Copies
 from datastates.draining.folder_drain import FolderDrains
 from datastates.files.settings import FileSettings
 from datastates.files.torch_files import TorchFiles
+from datastates.kept import TierSettings
 from datastates.storage import Location
 
 FAR = "far://bucket/run"

@@ -25,6 +25,7 @@ constexpr std::size_t kPiece = std::size_t{16} << 20;
 // take cores from the training.
 constexpr unsigned kMaxWorkers = 4;
 constexpr unsigned kCoresPerWorker = 4;
+constexpr std::chrono::seconds kLongestHurry{2};
 
 /// Backs fresh memory with pages, by a write to each. The training's mmap() and munmap() do not
 /// wait for page faults, since Linux 6.4. They wait for each call of madvise(MADV_POPULATE_WRITE).
@@ -131,8 +132,9 @@ void HostCache::extend(std::size_t& pieces, std::uint64_t bytes) {
 
 void HostCache::hurry(int more) {
     const std::scoped_lock lock(mutex_);
+    if (hurries_ == 0) hurried_until_ = Clock::now() + kLongestHurry;
     hurries_ += more;
-    if (hurries_ == 0) work_.notify_all();
+    work_.notify_all();
 }
 
 std::size_t HostCache::reserved() const {
@@ -210,7 +212,14 @@ void HostCache::work(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     for (;;) {
         Piece* piece = nullptr;
-        if (!work_.wait(lock, stop, [&] { return (piece = next_piece()) != nullptr; })) return;
+        const auto is_there = [&] { return (piece = next_piece()) != nullptr; };
+        while (!is_there() && !stop.stop_requested()) {
+            if (is_hurried()) {
+                work_.wait_until(lock, stop, hurried_until_, is_there);
+            } else {
+                work_.wait(lock, stop, [&] { return is_there() || is_hurried(); });
+            }
+        }
         if (stop.stop_requested()) return;
         piece->busy = true;
         const auto context = context_;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "datastates/base/page.hpp"
+#include "datastates/base/timeline.hpp"
 #include "datastates/base/unmovable.hpp"
 #include "datastates/memory/cuda.hpp"
 
@@ -80,7 +81,8 @@ class HostCache : Unmovable {
     void prepare(std::uint64_t bytes);
     /// What is reserved, or would be without a Hurry.
     std::size_t reserved() const;
-    /// While one exists, only what reserve() was told is populated and page-locked.
+    /// While one exists, only what reserve() was told is populated and page-locked; for a few
+    /// seconds, as what hurries may hang.
     class Hurry : Unmovable {
       public:
         explicit Hurry(HostCache& cache) : cache_(cache) { cache_.hurry(1); }
@@ -126,7 +128,8 @@ class HostCache : Unmovable {
     void extend(std::size_t& pieces, std::uint64_t bytes);
     void hurry(int more);
     /// The pieces to populate and page-lock now.
-    std::size_t wanted() const { return hurries_ > 0 ? reserved_ : std::max(reserved_, prepared_); }
+    std::size_t wanted() const { return is_hurried() ? reserved_ : std::max(reserved_, prepared_); }
+    bool is_hurried() const { return hurries_ > 0 && Clock::now() < hurried_until_; }
     void start_workers();
     void work(const std::stop_token& stop);
     bool needs_work(const Piece& piece) const;
@@ -158,6 +161,7 @@ class HostCache : Unmovable {
     std::size_t reserved_ = 0;  // pieces
     std::size_t prepared_ = 0;  // pieces
     int hurries_ = 0;
+    Clock::time_point hurried_until_;
     std::vector<bool> ready_;  // blocks that may be used
     std::vector<bool> taken_;
     // Blocks to take, as flags: giving one back must not allocate memory.

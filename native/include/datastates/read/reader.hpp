@@ -75,7 +75,7 @@ class Reader : Unmovable {
     bool lacks_room_ = false;         // another extent would begin, had it room or a block
     Tracks tracks_;
     std::optional<HostCache::Hurry> hurry_;  // while there is a job
-    std::jthread thread_;  // last: joins first
+    std::jthread thread_;                    // last: joins first
 };
 
 }  // namespace datastates
