@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from pathlib import Path
 
 import pytest
 from mounting import KINDS, MissingError, Mounts, rclone, unmount
+
+import datastates as ds
+from datastates.providers import from_state_dict
 
 EXERCISE = Path(__file__).with_name("exercise.py")
 PARTS = ("save", "save by two ranks", "export to one.safetensors", "export to one.pt", "export to folder")
@@ -225,3 +229,28 @@ def test_what_btrfs_compresses_is_compressed(place: Path) -> None:
         (file,) = at.rglob("*.pt")
         extents = subprocess.run(["filefrag", "-v", file], capture_output=True, text=True, check=True).stdout
     assert "encoded" in extents, extents
+
+
+@pytest.mark.parametrize("kind", ["XFS", "Btrfs", "overlayfs", "ext4"])
+def test_ranges_that_have_not_changed_are_shared(kind: str, place: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with mounting(place, kind) as mounts:
+        root = KINDS[kind](mounts)[0] / "run"
+        state = {f"w{i}": torch.randn(3_000_000 + i) for i in range(8)}
+        steps = {}
+        with ds.Checkpointer(root, incremental=True) as checkpointer:
+            for step in range(4):
+                state["w3"][1000:1010] += 1
+                snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=step)
+                snapshot.wait_committed()
+                steps[step] = snapshot.report.executor, state["w3"].clone()
+        shares = kind in ("XFS", "Btrfs")
+        assert all((figures["bytes"] < 2_000_000) == (shares and step > 0) for step, (figures, _) in steps.items())
+        shutil.rmtree(root / "step-00000000")
+        for step in (1, 2, 3):
+            found = ds.load(root, step=step)["state"]
+            assert torch.equal(found["w3"], steps[step][1])
+            assert all(torch.equal(found[key], value) for key, value in state.items() if key != "w3")
+        free = os.statvfs(root)
+        used = (free.f_blocks - free.f_bfree) * free.f_frsize
+        assert (used < 2 * sum(value.nbytes for value in state.values())) == shares
