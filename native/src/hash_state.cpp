@@ -1,11 +1,13 @@
 #include "datastates/hash_state.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <optional>
 #include <thread>
 
 #include "datastates/base/error.hpp"
+#include "datastates/memory/guarded_copy.hpp"
 
 namespace datastates {
 namespace {
@@ -16,13 +18,19 @@ constexpr std::size_t kTaken = 8;
 // How long to sleep between looks at a kernel: a large GPU hashes some 200 MB meanwhile.
 constexpr std::chrono::microseconds kPoll{50};
 
+Error unmapped() { return Error::io(EFAULT, "read memory that is to be saved", ""); }
+
 }  // namespace
 
 HashState::HashState(const std::vector<std::uint64_t>& nbytes, const Buffers& sources) {
     sources.validate(nbytes, false);
     for (std::size_t i = 0; i < nbytes.size(); ++i) {
         if (nbytes[i] == 0) continue;
-        if (sources.device[i] != kHost) streams_.emplace(sources.device[i], sources.stream[i]);
+        if (sources.device[i] != kHost) {
+            streams_.emplace(sources.device[i], sources.stream[i]);
+            on_devices_.push_back(
+                {.device = sources.device[i], .address = sources.address[i], .nbytes = nbytes[i]});
+        }
         auto& place = places_[sources.device[i]];
         for (std::uint64_t at = 0; at < nbytes[i]; at += hash::kChunk) {
             place.push_back(chunks_.size());
@@ -44,6 +52,10 @@ void HashState::launch(CopyEngines& engines) {
         devices_.add(device, engine);
         devices_.add_producer(device, engine->record(reinterpret_cast<cuda::StreamHandle>(handle)));
     }
+    cuda::Mapping known;
+    for (const auto& [device, address, nbytes] : on_devices_) {
+        if (!devices_.engine(device).has_memory(address, nbytes, known)) throw unmapped();
+    }
     devices_.order_after_producers(&CopyEngine::hash_stream);
     for (const auto& [device, numbers] : places_) {
         if (device == kHost) continue;
@@ -55,19 +67,31 @@ void HashState::launch(CopyEngines& engines) {
 }
 
 void HashState::hash_host() {
+    try {
+        hash_chunks();
+    } catch (...) {
+        const std::scoped_lock lock(mutex_);
+        if (!failure_) failure_ = Error::current();
+    }
+    const std::scoped_lock lock(mutex_);
+    if (--calls_ == 0) ended_.notify_all();
+}
+
+void HashState::hash_chunks() {
     const auto& numbers = places_.at(kHost);
+    GuardedCopies guarded;
+    std::vector<std::byte> copy(hash::kChunk);
     while (!stopped_.load(std::memory_order_acquire)) {
         const std::size_t first = next_.fetch_add(kTaken, std::memory_order_relaxed);
         const std::size_t end = std::min(first + kTaken, numbers.size());
         if (first >= end) break;
         for (std::size_t i = first; i < end; ++i) {
             const auto& [address, nbytes] = chunks_[numbers[i]];
-            hashes_[numbers[i]] =
-                hash::of_chunk({reinterpret_cast<const std::byte*>(address), nbytes});
+            const auto* const from = reinterpret_cast<const std::byte*>(address);
+            if (!guarded.copy({.to = copy.data(), .from = from, .bytes = nbytes})) throw unmapped();
+            hashes_[numbers[i]] = hash::of_chunk({copy.data(), nbytes});
         }
     }
-    const std::scoped_lock lock(mutex_);
-    if (--calls_ == 0) ended_.notify_all();
 }
 
 bool HashState::wait(Deadline deadline) const {
@@ -75,7 +99,7 @@ bool HashState::wait(Deadline deadline) const {
         std::unique_lock lock(mutex_);
         if (!wait_until(ended_, lock, deadline, [&] { return calls_ == 0; })) return false;
     }
-    std::optional<Error> failure;  // told when no other device reads a source
+    std::optional<Error> failure = failure_;  // told when no other device reads a source
     for (const auto& [device, hashes] : launched_) {
         try {
             while (!hashes.done()->passed()) {

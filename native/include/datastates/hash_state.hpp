@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "datastates/base/deadline.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/checksum/hash.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/job_devices.hpp"
@@ -32,7 +34,8 @@ class HashState {
     /// Enqueues a kernel on each device, behind the work that is on the sources' streams now. Runs
     /// in submit's thread. Throws Error "cuda".
     void launch(CopyEngines& engines);
-    /// Hashes host memory until nothing is left, or until stop(). Runs in a worker.
+    /// Hashes host memory until nothing is left, or until stop(). Runs in a worker. Memory that is
+    /// unmapped fails the job.
     void hash_host();
 
     /// Lets no further host memory be read: nobody will ask for the hashes.
@@ -46,6 +49,14 @@ class HashState {
     std::vector<std::byte> hashes() const;
 
   private:
+    struct Range {
+        int device;
+        cuda::DevicePointer address;
+        std::uint64_t nbytes;
+    };
+    void hash_chunks();
+
+    std::vector<Range> on_devices_;
     std::set<std::pair<int, std::uint64_t>> streams_;  // that device memory comes from
     std::vector<hash::DeviceChunk> chunks_;
     std::map<int, std::vector<std::size_t>> places_;  // chunks by device; -1: host
@@ -56,7 +67,8 @@ class HashState {
     std::atomic<bool> stopped_ = false;
     mutable std::mutex mutex_;
     mutable std::condition_variable ended_;
-    std::size_t calls_ = 0;  // of hash_host() that have not ended
+    std::size_t calls_ = 0;         // of hash_host() that have not ended
+    std::optional<Error> failure_;  // the first of hash_host()
 };
 
 }  // namespace datastates
