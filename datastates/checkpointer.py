@@ -90,7 +90,7 @@ class Checkpointer:
             self._place.open(world, self._name, lambda: bool(self._engine.pending()))
             undo.pop_all()
         self._snapshots, self._restores, self._checks = 0, itertools.count(), itertools.count()
-        own, bases = self.settings, bases_of(self.settings, self._place.run.tier, world.rank)
+        own, bases = self.settings, bases_of(self.settings, world.rank)
         self._engine = Engine(
             executor, world, threads=own.max_in_flight, auto_gate=own.auto_gate, ended=self._ended, bases=bases
         )
@@ -293,6 +293,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
+            self._engine.restored(Location(restored.path))
             self._place.restored(Location(restored.path), name)
         elif (step := request.get("step")) is not None:
             recognise.refuse_absence(self._root, step)
@@ -313,9 +314,9 @@ class Checkpointer:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the run so far on this rank, in the format that https://ui.perfetto.dev and Chrome show.
 
-        It has the snapshots, the restores and their stages, less detailed than :meth:`Snapshot.trace`, and the waits of
-        the training thread. From the first snapshot on, unless ``auto_gate=False``, it has the times from one torch
-        optimizer's ``step()`` to the next. A long run forgets its oldest work; the trace says how many spans.
+        It has the snapshots, the restores and their stages, less detailed than :meth:`Snapshot.trace`, the training
+        thread's waits and, from the first snapshot on, unless ``auto_gate=False``, the times from one torch optimizer's
+        ``step()`` to the next. A long run forgets its oldest work; the trace says how many spans.
 
         Args:
             path: The file to write. An existing file is replaced. After :meth:`close`, all snapshots are in it.

@@ -70,7 +70,7 @@ class Executor:
             host_cache: Limit of the host cache in bytes; at least two blocks.
         """
         self.block = int(settings.block)
-        cache = host_cache // self.block * self.block
+        self.cache = cache = host_cache // self.block * self.block
         self._options: dict[str, Any] = {
             "cache_bytes": cache,
             "block_bytes": self.block,

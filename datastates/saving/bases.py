@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from datastates._base import log
-from datastates.commit import manifest, newest
+from datastates.commit import manifest
 from datastates.commit.manifest import named_in
-from datastates.commit.tier import Tier
 from datastates.config import Settings
 from datastates.container.file import open_container, read_index
 from datastates.container.index import Index
@@ -21,6 +18,7 @@ from datastates.saving.stale import Watch
 from datastates.storage.location import Location
 
 NEVER_SAVED = "nothing with hashes was saved before"
+_MOST_FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,9 @@ class Base:
 
 
 class Bases:
-    """The newest base of a run on this rank, and whether saves share bytes with it. For one thread at a time.
+    """The base of a run's next save on this rank, and whether saves share bytes with it. Thread-safe.
+
+    A base is what this run has written, or has restored: its bytes were right when they were last seen.
 
     Attributes:
         refused: Why no bytes are shared; empty as long as they may be.
@@ -60,83 +60,81 @@ class Bases:
     """
 
     def __init__(
-        self,
-        full_every: int | None,
-        find: Callable[[], Location | None],
-        *,
-        watch: Watch | None = None,
-        keeps_watch: bool = False,
+        self, rank: int, *, refused: str = "", full_every: int | None, watch: Watch | None, keeps_watch: bool
     ) -> None:
         """Begin without a base.
 
         Args:
-            full_every: Each so many saves, one is written in full; None: none.
-            find: Finds this rank's container in the newest checkpoint that is there already.
+            rank: The number of this rank.
+            refused: As the attribute.
+            full_every: Each so many saves, and the first one, are written in full; None: none.
             watch: Compares each save with the one before; None: none is needed.
             keeps_watch: Whether it compares them also where no bytes are shared.
         """
-        self.refused = ""
+        self.refused = refused
         self.watch, self._keeps_watch = watch, keeps_watch
-        self._full_every = full_every
-        self._find: Callable[[], Location | None] | None = find
+        self._rank, self._full_every = rank, full_every
         self._newest: Base | None = None
-        self._shared = 0  # saves since the last full one
+        self._restored: Location | None = None  # not opened yet
+        self._shared = (full_every or 1) - 1  # saves since the last full one
+        self._failures = 0
 
     def next(self) -> tuple[Base | None, str]:
         """The base for the next save; without one, why it is written in full."""
-        if self._find is not None:
-            find, self._find = self._find, None
-            self._newest = self._newest or _loaded(find)
         if self.refused:
             return None, self.refused
+        path, self._restored = self._restored, None
+        if path is not None:
+            self._newest = _opened(path, self._rank)
         if self._full_every is not None and self._shared + 1 >= self._full_every:
             return None, "full_every"
         return (None, NEVER_SAVED) if self._newest is None else (self._newest, "")
 
     def committed(self, base: Base, *, shares: bool) -> None:
         """Note a save that is committed. ``shares``: it has bytes of another checkpoint."""
-        self._newest, self._shared, self._find = base, self._shared + 1 if shares else 0, None
+        self._newest, self._shared, self._restored = base, self._shared + 1 if shares else 0, None
+        self._failures = 0 if shares else self._failures
+
+    def restored(self, path: Location | None) -> None:
+        """Note that the run goes on from a checkpoint; None: it begins to restore, and what it has may be damaged."""
+        self._newest, self._restored = None, path
 
     @property
     def needs_hashes(self) -> bool:
         """Whether saves take hashes."""
         return not self.refused or (self._keeps_watch and self.watch is not None)
 
-    def refuse(self, why: str) -> None:
-        """Note that the storage cannot share bytes; later saves do not try again."""
-        self.refused = why
-        log.warning("incremental: each checkpoint is written in full, as %s", why)
+    def failed(self, why: str) -> None:
+        """Note that the storage has not shared bytes; after two saves in a row, later ones do not try again."""
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            self.refused = why
+            log.warning("incremental: each checkpoint is written in full, as %s", why)
 
 
-def bases_of(settings: Settings, tier: Tier, rank: int) -> Bases | None:
-    """The bases of a run's saves in a tier; None where the settings ask for no hashes."""
+def bases_of(settings: Settings, rank: int) -> Bases | None:
+    """The bases of a rank's saves; None where the settings ask for no hashes."""
     asked = settings.on_stale or ("warn" if settings.incremental else "ignore")
     watch = None if asked == "ignore" else Watch(asked)
     if not settings.incremental and watch is None:
         return None
     if watch is not None:
         gate.watch(watch)
-    bases = Bases(
-        settings.full_every,
-        partial(_newest_container, tier, rank),
+    return Bases(
+        rank,
+        refused="" if settings.incremental else "incremental is not set",
+        full_every=settings.full_every,
         watch=watch,
         keeps_watch=settings.on_stale is not None,
     )
-    bases.refused = "" if settings.incremental else "incremental is not set"
-    return bases
 
 
-def _newest_container(tier: Tier, rank: int) -> Location | None:
-    """A rank's container in the newest checkpoint of a tier; None if there is none."""
-    every = newest.in_order(tier.checkpoints())
-    named = named_in(every[-1].path, manifest.open(every[-1].path)) if every else []
-    return named[rank].path if rank < len(named) else None
-
-
-def _loaded(find: Callable[[], Location | None]) -> Base | None:
+def _opened(checkpoint: Location, rank: int) -> Base | None:
+    """The container of a rank in a checkpoint, if it has hashes."""
     with contextlib.suppress(DatastatesError, OSError):  # then the next save is a full one
-        if (path := find()) is not None:
-            found = open_container(path)
+        named = named_in(checkpoint, manifest.open(checkpoint))
+        if rank < len(named):
+            found = open_container(named[rank].path)
             if hashes_of(found.index) is not None:
-                return Base(path, found.nbytes, found.index, found.index_crc)
+                return Base(found.path, found.nbytes, found.index, found.index_crc)
     return None

@@ -282,13 +282,23 @@ class Engine:
         self._place = root, (found and found.place) or root
 
     def wait_in_place(self) -> None:
-        """Wait until the state may change, and no engine of this process has a snapshot in flight in the directory."""
+        """Wait until the state may change, and no engine of this process has a snapshot in flight in the directory.
+
+        For a restore: what was saved is no base any more, as it may turn out to be damaged.
+        """
         gate.pass_all()
         assert self._place is not None
         root, place = self._place
         for other in list(_engines):
             if other._place is not None and (other._place[0] == root or other._place[1] == place):
                 other.wait()
+        if self._bases is not None:
+            self._bases.restored(None)
+
+    def restored(self, path: Location) -> None:
+        """Note what the state was restored from."""
+        if self._bases is not None:
+            self._bases.restored(path)
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""

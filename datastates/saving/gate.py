@@ -28,7 +28,7 @@ class _Guarded(weakref.ref[Snapshot]):
 # no lock guards this set, as a wait at the gate may be interrupted anywhere: each change is one operation
 _pending: set[_Guarded] = set()
 _hook: Any = None
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: list[weakref.ref[Watch]] = []  # replaced as a whole: optimizers of other threads go through it
 _stepped: deque[float] = deque(maxlen=MOST_STEPS)
 """When the last optimizer steps began, on the monotonic clock."""
 
@@ -49,7 +49,8 @@ def guard(snapshot: Snapshot, *, automatic: bool) -> None:
 
 def watch(one: Watch) -> None:
     """Tell a watch of each optimizer step from now on, as long as somebody holds it."""
-    _watches.add(one)
+    global _watches
+    _watches = [*(ref for ref in _watches if ref() is not None), weakref.ref(one)]
 
 
 def pass_all(*, automatic_only: bool = False) -> None:
@@ -95,8 +96,9 @@ def is_in_step() -> bool:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _stepped.append(time.monotonic())
-    for one in list(_watches):
-        one.note(optimizer)
+    for ref in _watches:
+        if (one := ref()) is not None:
+            one.note(optimizer)
     if not _pending:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

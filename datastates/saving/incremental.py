@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import U8, Bools
+from datastates._base.columns import U8, U64, Bools
+from datastates._base.sizes import CHUNK
 from datastates._base.waiting import Flag
 from datastates.container.index import Hashes
 from datastates.container.partial_records import as_hashes, hashes_of, same_places
@@ -27,11 +28,14 @@ from datastates.saving.frame import Checksums
 from datastates.saving.partial_container import PartialContainer
 from datastates.saving.running import Running
 from datastates.saving.snapshot import attach
-from datastates.saving.stale import Stepped
+from datastates.saving.stale import Saved, Stepped
 from datastates.saving.structure import Structure
 from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
+_SMALL = 16 << 20
+_OWN_STREAM = 2
+"""The stream of each thread by itself, CU_STREAM_PER_THREAD of CUDA's driver: nothing is on it."""
 _GONE = "the file of step {} is gone, or another one"
 
 
@@ -51,6 +55,8 @@ class IncrementalRunning(Running):
     _submitted: Flag = field(default_factory=Flag)
     _part: PartialContainer | None = None
     _stepped: list[Stepped] = field(default_factory=list)
+    _ticket: int = 0
+    _found: dict[str, set[int]] = field(default_factory=dict)
     _why_in_full: str = ""
 
     def begin(self) -> None:
@@ -58,9 +64,18 @@ class IncrementalRunning(Running):
         structure = self.collected.structure
         self._columns, self._copies = _with_copies(structure, self.collected.places.columns)
         if self.bases.watch is not None:
-            self._stepped = self.bases.watch.stepped()
+            self._ticket, self._stepped = self.bases.watch.stepped()
         self._hashing = self.executor.submit_hash(self._columns, self.planned.frame.plan.source_nbytes)
+        self._wait_for_small()
         attach(self.snapshot, self.gate, self._figures, self._recorded)
+
+    def _wait_for_small(self) -> None:
+        """Wait for the hashes of host memory, if it is small: nobody then changes it unseen before they are taken."""
+        assert self._hashing is not None
+        assert self._columns is not None
+        on_host = self._columns[1] < 0
+        if on_host.all() and int(self.planned.frame.plan.source_nbytes.sum()) <= _SMALL:
+            self._hashing.wait()
 
     def open(self) -> None:
         """Make the file of what has not changed, and begin to capture the rest."""
@@ -82,8 +97,8 @@ class IncrementalRunning(Running):
     def _watch(self, frame: ContainerFrame) -> None:
         """Compare the state with that of the snapshot before."""
         if self.bases.watch is not None and self._columns is not None and self._hashes is not None:
-            structure, pointers = self.collected.structure, self._columns[0]
-            self.bases.watch.compare(self.snapshot.step, frame, structure, pointers, self._hashes, self._stepped)
+            save = Saved(frame, self.collected.structure, self._columns[0], self._hashes)
+            self.bases.watch.compare(self.snapshot.step, save, self._ticket, self._stepped)
 
     def _shared(self, frame: ContainerFrame) -> PartialContainer | None:
         """The part to write, over a file that has the rest; None to write all."""
@@ -105,7 +120,7 @@ class IncrementalRunning(Running):
         elif not _share(part, self.ending.path):
             self._why_in_full = f"the storage at {self.ending.path.parent.parent} does not share ranges of files"
             if base.is_there():
-                self.bases.refuse(self._why_in_full)
+                self.bases.failed(self._why_in_full)
         elif base.is_there():
             return part
         else:
@@ -122,23 +137,54 @@ class IncrementalRunning(Running):
 
     def _begin_to_capture(self) -> None:
         structure, places = self.collected.structure, self.collected.places
-        assert self._columns is not None
-        columns, witness = self._columns, structure.witness
-        prepared = self.planned.prepared
-        if self._part is not None:
-            source, prepared = self._part.source, self._part.prepared
-            pointers, devices, streams = columns
-            offset = self._part.partial.offset.astype(np.uint64)
-            columns = pointers[source] + offset, devices[source], streams[source]
-            witness = witness[source]
+        prepared = self.planned.prepared if self._part is None else self._part.prepared
         replicas = None
         if structure.replicas is not None and places.replicas is not None:
             replicas = structure.replicas.ranges, places.replicas
-        self._job = self.executor.submit_write(self.ending.path, prepared, columns, witness, replicas)
+        (columns, _), nothing = self._written(), np.zeros(len(self._written()[1]), np.uint8)
+        self._job = self.executor.submit_write(self.ending.path, prepared, columns, nothing, replicas)
+
+    def _written(self) -> tuple[Columns, U64]:
+        """The memory that is captured: its place, and its lengths.
+
+        It is ready, as its hashes are known: no stream that the training has used since need be waited for.
+        """
+        assert self._columns is not None
+        pointers, devices, streams = self._columns
+        streams = np.where(devices < 0, streams, np.uint64(_OWN_STREAM))
+        if self._part is None:
+            return (pointers, devices, streams), self.planned.frame.plan.source_nbytes
+        source, plan = self._part.source, self._part.partial
+        begin = pointers[source] + plan.offset.astype(np.uint64)
+        return (begin, devices[source], streams[source]), plan.plan.source_nbytes
+
+    def _look_again(self) -> None:
+        """Hash once more what was captured, before it may change: it must be what was hashed in the call.
+
+        Of two threads that look, the first result counts.
+        """
+        if "torn" in self._found or self._job is None:
+            return
+        assert self._hashes is not None
+        self._job.wait_captured()
+        columns, nbytes = self._written()
+        again = self.executor.submit_hash(columns, nbytes)
+        again.wait()
+        frame = self.planned.frame
+        if self._part is None:
+            written, order = np.arange(len(self._hashes)), write.chunk_order(frame.plan)
+        else:
+            written, order = np.flatnonzero(self._part.partial.written), np.arange(len(again.hashes))
+        differ = written[(again.hashes[order] != self._hashes[written]).any(axis=1)]
+        record = np.repeat(
+            np.arange(len(frame.plan.order)), -(-frame.plan.source_nbytes[frame.plan.order].astype(np.int64) // CHUNK)
+        )
+        self._found.setdefault("torn", {int(i) for i in frame.plan.order[record[differ]]})
 
     def _pass(self) -> None:
         self._submitted.wait()
         if self._job is not None:
+            self._look_again()
             super()._pass()
 
     def _discard(self) -> None:
@@ -152,8 +198,9 @@ class IncrementalRunning(Running):
         super()._discard()
 
     def _torn(self) -> set[int]:
+        self._look_again()
         torn = super()._torn()
-        return torn if self._part is None else {int(self._part.source[i]) for i in torn}
+        return self._found["torn"] | (torn if self._part is None else {int(self._part.source[i]) for i in torn})
 
     def _checksums(self) -> tuple[Checksums, Hashes | None]:
         assert self._hashes is not None
@@ -190,15 +237,22 @@ def _with_copies(structure: Structure, columns: Columns) -> tuple[Columns, list[
     pointers, copies = pointers.copy(), []
     for i, (eager, buffer) in enumerate(zip(structure.eager, structure.buffers, strict=True)):
         if eager and buffer.nbytes:
-            copy = np.frombuffer(ctypes.string_at(int(pointers[i]), buffer.nbytes), np.uint8)
+            copy = np.empty(buffer.nbytes, np.uint8)
+            ctypes.memmove(copy.ctypes.data, int(pointers[i]), buffer.nbytes)
             pointers[i] = copy.ctypes.data
             copies.append(copy)
     return (pointers, devices, streams), copies
 
 
-def is_possible(structure: Structure) -> bool:
-    """Whether a state can be saved so: none of it is in a device's memory and must be copied in the call."""
-    return not any(eager and device >= 0 for eager, device in zip(structure.eager, structure.columns[1], strict=True))
+def is_possible(structure: Structure, most: int) -> bool:
+    """Whether a state can be saved so: what must be copied in the call is in host memory, and no more than ``most``.
+
+    Of replicated arrays the copies would have to be compared.
+    """
+    eager = [i for i, one in enumerate(structure.eager) if one]
+    nbytes = sum(structure.buffers[i].nbytes for i in eager)
+    is_here = all(structure.columns[1][i] < 0 for i in eager)
+    return is_here and nbytes <= most and not (eager and structure.replicas is not None)
 
 
 def _share(part: PartialContainer, path: Location) -> bool:

@@ -58,7 +58,11 @@ class Saver:
         objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         planned = self._planned(collected.structure)
         parts = self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending
-        if self._bases is None or not self._bases.needs_hashes or not is_possible(collected.structure):
+        if (
+            self._bases is None
+            or not self._bases.needs_hashes
+            or not is_possible(collected.structure, self._executor.cache)
+        ):
             return Running(*parts)
         return IncrementalRunning(*parts, bases=self._bases)
 

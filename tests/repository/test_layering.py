@@ -16,6 +16,7 @@ ORDER = [
     {"errors"},
     {"_base"},  # every stage uses it
     {"storage"},  # knows no checkpoints
+    {"kept"},
     {"config"},
     {"state"},  # no I/O
     {"planning"},  # pure

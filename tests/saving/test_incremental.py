@@ -19,7 +19,7 @@ from datastates import _native
 from datastates.commit.carry import every
 from datastates.config import Options
 from datastates.container.file import open_container
-from datastates.errors import DatastatesError, SettingsError
+from datastates.errors import DatastatesError, SettingsError, TornSnapshotError
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.saving import incremental
 from datastates.storage import Location
@@ -123,14 +123,92 @@ def test_any_other_checkpoint_may_go_or_be_damaged(tmp_path: Path) -> None:
     assert_whole(tmp_path, {5: expected[5]})
 
 
-def test_the_next_run_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_the_next_run_goes_on_from_what_it_has_restored(tmp_path: Path) -> None:
     state, expected = a_state(), {}
     for step in range(3):
-        state["large.1"][5] += 1
         with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+            checkpointer.restore([from_state_dict("state", state)])
+            state["large.1"][5] += 1
             assert (save(checkpointer, state, step)["in_full"] == "") == (step > 0)
         expected[step] = copy_of(state)
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        assert save(checkpointer, state, 3)["in_full"], "nobody has looked at what is there"
     assert_whole(tmp_path, expected)
+
+
+def test_damage_that_a_restore_has_found_goes_no_further(tmp_path: Path) -> None:
+    state = a_state()
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        save(checkpointer, state, 0)
+        at_first = copy_of(state)
+        for tensor in state.values():
+            if isinstance(tensor, torch.Tensor):
+                tensor += 1
+        save(checkpointer, state, 1)
+        (newest,) = tmp_path.glob("step-00000001*/rank-*.pt")
+        with newest.open("r+b") as file:  # in what is frozen from now on
+            file.seek(300_000)
+            file.write(b"damaged")
+        restored = checkpointer.restore([from_state_dict("state", state)], fallback=True)
+        assert restored is not None
+        assert restored.step == 0
+        assert_equal(state, at_first)
+        state["small.0"] += 1
+        save(checkpointer, state, 2)
+    assert_whole(tmp_path, {0: at_first, 2: state})
+
+
+def test_a_change_that_no_counter_sees_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"large": torch.zeros(3_000_000), "other": torch.zeros(200_000)}
+    share, begun = incremental._share, threading.Event()
+
+    def late(*arguments: Any) -> bool:
+        assert begun.wait(60)
+        return share(*arguments)
+
+    monkeypatch.setattr(incremental, "_share", late)
+    with ds.Checkpointer(tmp_path, incremental=True, on_error="warn") as checkpointer:
+        save(checkpointer, state, 0)
+        state["large"][5] += 1
+        snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=1)
+        state["large"].data[:100].fill_(7)  # no gate, and torch counts no change
+        begun.set()
+        with pytest.raises(TornSnapshotError, match=r"state/large"):
+            snapshot.wait_committed()
+        save(checkpointer, state, 2)
+    assert_whole(tmp_path, {2: state})
+
+
+def test_memory_that_is_gone_fails_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, gone, begun = {"large": torch.zeros(40_000_000)}, torch.zeros(40_000_000), threading.Event()
+    share = incremental._share
+
+    def late(*arguments: Any) -> bool:
+        assert begun.wait(60)
+        return share(*arguments)
+
+    monkeypatch.setattr(incremental, "_share", late)
+    with ds.Checkpointer(tmp_path, incremental=True, on_error="warn") as checkpointer:
+        save(checkpointer, {**state, "gone": gone}, 0)
+        gone[5] = 1
+        snapshot = checkpointer.snapshot([from_state_dict("state", {**state, "gone": gone})], step=1)
+        gone.untyped_storage().resize_(0)
+        begun.set()
+        with pytest.raises(DatastatesError):
+            snapshot.wait_committed()
+        save(checkpointer, state, 2)
+    assert_whole(tmp_path, {2: state})
+
+
+def test_what_must_be_copied_in_the_call_is_no_more_than_the_host_cache(tmp_path: Path) -> None:
+    buffer = np.zeros(9 << 20, np.uint8)
+    with ds.Checkpointer(tmp_path, incremental=True, host_cache="16MiB", block="8MiB") as checkpointer:
+        for step, nbytes in enumerate([9 << 20, 9 << 20, 17 << 20]):
+            buffer = np.full(nbytes, step, np.uint8)
+            snapshot = checkpointer.snapshot([HostTensorProvider("b", {"b": buffer})], step=step)
+            snapshot.wait_committed()
+            assert ("in_full" in snapshot.report.executor) == (step < 2)
+    assert np.array_equal(ds.load(tmp_path, step=2)["b"]["b"], buffer)
 
 
 def test_after_a_full_checkpoint_without_hashes_all_is_written_once(tmp_path: Path) -> None:
@@ -189,7 +267,7 @@ def test_a_base_that_is_not_as_it_was_written_is_not_shared(
     assert_whole(tmp_path, {1: expected, 2: state})
 
 
-def test_storage_that_shares_nothing_is_asked_once(
+def test_storage_that_shares_nothing_is_asked_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state, expected, asked = a_state(), {}, []
@@ -199,8 +277,8 @@ def test_storage_that_shares_nothing_is_asked_once(
             state["large.1"][5] += 1
             figures = save(checkpointer, state, step)
             expected[step] = copy_of(state)
-            assert ("does not share" in figures.get("in_full", "")) == (step == 1)
-    assert len(asked) == 1
+            assert ("does not share" in figures.get("in_full", "")) == (step in (1, 2))
+    assert len(asked) == 2
     assert len([line for line in caplog.messages if "each checkpoint is written in full" in line]) == 1
     assert_whole(tmp_path, expected)
 
@@ -380,6 +458,7 @@ def test_histories(tmp_path_factory: pytest.TempPathFactory, history: list[tuple
         elif change == "again":
             checkpointer.close()
             checkpointer = ds.Checkpointer(root, incremental=True)
+            checkpointer.restore([from_state_dict("state", copy_of(state))], strict=False)
         state["n"] += 1
         save(checkpointer, state, step)
         expected[step] = copy_of(state)

@@ -237,6 +237,9 @@ class _Writer(FileWriter):
     def sync(self) -> None:
         pass
 
+    def leave(self) -> None:
+        self._abandon = None
+
     def finish(self) -> None:
         self._abandon = None
 
