@@ -191,8 +191,8 @@ class Settings(RankSettings, RetentionSettings):
     )
     incremental: bool = Field(
         False,
-        description="Capture and write only what differs from the newest checkpoint, where the file system shares "
-        "ranges of files, as XFS and Btrfs do. Each checkpoint stands alone all the same.",
+        description="Capture and write only what differs from the checkpoint that the run has committed or restored "
+        "last, where the file system shares ranges of files, as XFS and Btrfs do. Each stands alone all the same.",
     )
     full_every: int | None = Field(
         None, ge=1, description="With incremental: each so many checkpoints, one is written in full."

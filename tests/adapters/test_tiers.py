@@ -153,7 +153,7 @@ class Program:
         assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("name", IMPORTED)
 def test_killed_in_a_drain_it_is_completed_and_resumed_from_the_bucket(
     name: str, ranks: Any, said: Any, tmp_path: Path, bucket: str

@@ -12,7 +12,10 @@ from datastates.demo.numpy_network import NumpyNetwork
 
 
 def test_the_story(tmp_path: Path) -> None:
-    command, environment = [sys.executable, "-m", "datastates.demo"], {**os.environ, "TMPDIR": str(tmp_path)}
+    command, environment = (
+        [sys.executable, "-m", "datastates.demo"],
+        {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"Resumed at step 20; all {STEPS} losses equal to the last bit" in done.stdout

@@ -119,8 +119,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("host", "ab")
+@pytest.mark.parametrize(
+    "host", [pytest.param("a", marks=pytest.mark.long), pytest.param("b", marks=pytest.mark.by_hand)]
+)
 @pytest.mark.parametrize(("where", "restored"), PLACES)
 def test_a_host_is_lost_anywhere(host: str, where: str, restored: int, ranks: Any, tmp_path: Path) -> None:
     found = lose(host, where, ranks, tmp_path)
