@@ -141,8 +141,9 @@ class IncrementalRunning(Running):
         replicas = None
         if structure.replicas is not None and places.replicas is not None:
             replicas = structure.replicas.ranges, places.replicas
-        (columns, _), nothing = self._written(), np.zeros(len(self._written()[1]), np.uint8)
-        self._job = self.executor.submit_write(self.ending.path, prepared, columns, nothing, replicas)
+        columns, nbytes = self._written()
+        unwatched = np.zeros(len(nbytes), np.uint8)  # they are hashed again
+        self._job = self.executor.submit_write(self.ending.path, prepared, columns, unwatched, replicas)
 
     def _written(self) -> tuple[Columns, U64]:
         """The memory that is captured: its place, and its lengths.

@@ -17,7 +17,7 @@ from datastates._base import log
 PLUGGED = Path(__file__).parent / "plugged.py"
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_nothing_that_is_plugged_in_stops_training(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run("-P", PLUGGED, tmp_path, timeout=600)
     assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr

@@ -73,6 +73,7 @@ trained.destroy()
 """
 
 
+@pytest.mark.by_hand
 def test_half_a_tag_stays_where_it_is(train: Any, tmp_path: Path, bucket: str) -> None:
     root = tmp_path / "run"
     train(2, TORN, root, bucket, may_fail=[0, 1])
