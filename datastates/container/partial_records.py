@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from datastates._base.columns import U8, U32, Bools
+from datastates._base.columns import I64, U8, U32, Bools
 from datastates._base.sizes import CHUNK
 from datastates.container.checksums import crc32_shift
 from datastates.container.index import Index
@@ -33,6 +33,11 @@ def hashes_of(index: Index) -> U8 | None:
 def as_hashes(chunks: U8, arrays: int) -> tuple[str, bytes, bytes]:
     """Hashes of chunks in the form that an index has; there are none of the arrays."""
     return HASH, chunks.tobytes(), bytes(HASH_NBYTES * arrays)
+
+
+def chunk_records(records: Records) -> I64:
+    """The number of the record of each chunk, in the order of the file."""
+    return np.repeat(np.arange(len(records)), -(-records.nbytes.astype(np.int64) // CHUNK))
 
 
 def same_places(one: Records, other: Records) -> bool:

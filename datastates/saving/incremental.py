@@ -1,4 +1,4 @@
-"""A snapshot that captures and writes only what differs from the newest committed checkpoint.
+"""A snapshot that captures and writes only what differs from what the run has committed or restored last.
 
 The state is hashed where it lies. Then the file is made of the ranges of the base that have not changed, which the
 file system shares, and a job captures and writes the rest into it.
@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import U8, U64, Bools
-from datastates._base.sizes import CHUNK
 from datastates._base.waiting import Flag
 from datastates.container.index import Hashes
-from datastates.container.partial_records import as_hashes, hashes_of, same_places
+from datastates.container.partial_records import as_hashes, chunk_records, hashes_of, same_places
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Columns
 from datastates.executor.jobs import NOTHING, HashJob, Recorded, recorded
@@ -34,6 +33,7 @@ from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 _SMALL = 16 << 20
+"""Bytes of a state in host memory whose hashes the call waits for."""
 _OWN_STREAM = 2
 """The stream of each thread by itself, CU_STREAM_PER_THREAD of CUDA's driver: nothing is on it."""
 _GONE = "the file of step {} is gone, or another one"
@@ -70,7 +70,7 @@ class IncrementalRunning(Running):
         attach(self.snapshot, self.gate, self._figures, self._recorded)
 
     def _wait_for_small(self) -> None:
-        """Wait for the hashes of host memory, if it is small: nobody then changes it unseen before they are taken."""
+        """Wait for the hashes of a small state in host memory: nobody then changes it unseen before they are taken."""
         assert self._hashing is not None
         assert self._columns is not None
         on_host = self._columns[1] < 0
@@ -172,15 +172,14 @@ class IncrementalRunning(Running):
         again = self.executor.submit_hash(columns, nbytes)
         again.wait()
         frame = self.planned.frame
+        assert isinstance(frame, ContainerFrame)
         if self._part is None:
             written, order = np.arange(len(self._hashes)), write.chunk_order(frame.plan)
         else:
             written, order = np.flatnonzero(self._part.partial.written), np.arange(len(again.hashes))
         differ = written[(again.hashes[order] != self._hashes[written]).any(axis=1)]
-        record = np.repeat(
-            np.arange(len(frame.plan.order)), -(-frame.plan.source_nbytes[frame.plan.order].astype(np.int64) // CHUNK)
-        )
-        self._found.setdefault("torn", {int(i) for i in frame.plan.order[record[differ]]})
+        record = chunk_records(frame.records)[differ]
+        self._found.setdefault("torn", {int(i) for i in frame.plan.order[record]})
 
     def _pass(self) -> None:
         self._submitted.wait()

@@ -8,7 +8,7 @@ import numpy as np
 
 from datastates._base.columns import I64, U32, Bools
 from datastates.container import archive
-from datastates.container.partial_records import combined, literal_over, same_rows
+from datastates.container.partial_records import chunk_records, combined, literal_over, same_rows
 from datastates.executor.executor import PreparedWrite, prepare_write
 from datastates.planning import write
 from datastates.planning.partial import PartialPlan, plan_partial
@@ -49,7 +49,7 @@ class PartialContainer:
         folded = np.zeros(len(frame.records), bool)
         folded[frame.table.record[frame.digests.folded]] = True  # a digest is of all bytes of the row
         if not same_rows(frame.table, base.index.shards):
-            changed = changed | folded[chunk_records(base)]
+            changed = changed | folded[chunk_records(frame.records)]
         partial = plan_partial(frame.plan, changed, folded, block)
         runs, digested = _digest_runs(frame, partial)
         literal = literal_over(archive.encode_framing(frame.records, frame.nest), partial, base.index)
@@ -95,11 +95,6 @@ class Whole:
     def digests(self) -> U32:
         """The digests of the plan's runs."""
         return self.of_runs
-
-
-def chunk_records(base: Base) -> I64:
-    """The record of each chunk of a container."""
-    return np.repeat(np.arange(len(base.index.records)), np.diff(base.index.first_chunk))
 
 
 def _digest_runs(frame: ContainerFrame, partial: PartialPlan) -> tuple[DigestRuns, I64]:
