@@ -215,7 +215,8 @@ void HostCache::work(const std::stop_token& stop) {
         const auto is_there = [&] { return (piece = next_piece()) != nullptr; };
         while (!is_there() && !stop.stop_requested()) {
             if (is_hurried()) {
-                work_.wait_until(lock, stop, hurried_until_, is_there);
+                const auto until = hurried_until_;  // a copy, as the wait reads it unlocked
+                work_.wait_until(lock, stop, until, is_there);
             } else {
                 work_.wait(lock, stop, [&] { return is_there() || is_hurried(); });
             }
