@@ -43,6 +43,7 @@ mesh = init_device_mesh("cpu", (2,))
 part = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
 
 with ds.Checkpointer(f"{folder}/run", on_error="warn") as ckpt:
+    dist.barrier()
     before = set(os.listdir(f"{folder}/run"))
     fine = [
         ReplicatedProvider(from_stateful("net", net)),
@@ -67,6 +68,7 @@ with ds.Checkpointer(f"{folder}/run", on_error="warn") as ckpt:
     assert rank or "rank 1" in text, text
     ckpt.check(fine)
     assert set(os.listdir(f"{folder}/run")) == before
+    dist.barrier()
 
     # the same is told at once where nobody has asked: before the next snapshot
     snapshot = ckpt.snapshot([from_stateful("ema", net)], step=1)
