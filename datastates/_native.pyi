@@ -67,6 +67,16 @@ def hash_chunks(data: Buffer) -> bytes:
     A chunk has 256 KiB, and the last one the rest. ``docs/format.md`` describes the hash. The GIL is released.
     """
 
+def host_fingerprints(ptr: _U64, nbytes: _U64) -> _U64:
+    """A fingerprint of each range of host memory; 0 of a range that is not readable. The GIL is released.
+
+    Above 4 KiB it is over 32 samples of 8 bytes: it tells that a whole range was rewritten.
+
+    Args:
+        ptr: Address of each range.
+        nbytes: Length of each range.
+    """
+
 class Digester:
     """Computes digests from a sequence of bytes. A digest is the exclusive or of shifted raw CRC-32s."""
 
@@ -556,6 +566,10 @@ class HashJob:
 
         Raises DatastatesError before they are known, and DeviceError for a failed device.
         """
+
+    @property
+    def lost(self) -> list[int]:
+        """The sources whose memory was unmapped before it was hashed: they have no valid hashes. Raises as above."""
 
 class _HandedFile(Protocol):
     name: bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import U8, U64, Bools
+from datastates._base.columns import I64, U8, U64, Bools
 from datastates._base.waiting import Flag
 from datastates.container.index import Hashes
 from datastates.container.partial_records import as_hashes, chunk_records, hashes_of, same_places
@@ -52,6 +52,9 @@ class IncrementalRunning(Running):
     _copies: list[np.ndarray[Any, Any]] = field(default_factory=list)
     _hashing: HashJob | None = None
     _hashes: U8 | None = None
+    _watched: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    _fingerprints: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _rewritten: set[int] = field(default_factory=set)
     _submitted: Flag = field(default_factory=Flag)
     _part: PartialContainer | None = None
     _stepped: list[Stepped] = field(default_factory=list)
@@ -66,16 +69,29 @@ class IncrementalRunning(Running):
         if self.bases.watch is not None:
             self._ticket, self._stepped = self.bases.watch.stepped()
         self._hashing = self.executor.submit_hash(self._columns, self.planned.frame.plan.source_nbytes)
-        self._wait_for_small()
+        self._look_first()
         attach(self.snapshot, self.gate, self._figures, self._recorded)
 
-    def _wait_for_small(self) -> None:
-        """Wait for the hashes of a small state in host memory: nobody then changes it unseen before they are taken."""
+    def _look_first(self) -> None:
+        """Let nobody change host memory unseen before its hashes are taken.
+
+        Of a small state the call waits for the hashes; of a larger one it takes fingerprints, which are compared once
+        the hashes are known.
+        """
         assert self._hashing is not None
         assert self._columns is not None
+        nbytes = self.planned.frame.plan.source_nbytes
         on_host = self._columns[1] < 0
-        if on_host.all() and int(self.planned.frame.plan.source_nbytes.sum()) <= _SMALL:
+        if on_host.all() and int(nbytes.sum()) <= _SMALL:
             self._hashing.wait()
+        else:
+            self._watched = np.flatnonzero(on_host & (nbytes > 0))
+            self._fingerprints = self._taken()
+
+    def _taken(self) -> U64:
+        assert self._columns is not None
+        watched, nbytes = self._watched, self.planned.frame.plan.source_nbytes
+        return self.executor.fingerprints(self._columns[0][watched], nbytes[watched])
 
     def open(self) -> None:
         """Make the file of what has not changed, and begin to capture the rest."""
@@ -84,6 +100,7 @@ class IncrementalRunning(Running):
         assert isinstance(frame, ContainerFrame)
         try:
             self._hashing.wait()
+            self._rewritten = {*self._hashing.lost, *self._watched[self._taken() != self._fingerprints].tolist()}
             self._hashes = self._hashing.hashes[write.chunk_order(frame.plan)]
             self._hashing = None
             self._watch(frame)
@@ -200,7 +217,11 @@ class IncrementalRunning(Running):
     def _torn(self) -> set[int]:
         self._look_again()
         torn = super()._torn()
-        return self._found["torn"] | (torn if self._part is None else {int(self._part.source[i]) for i in torn})
+        return (
+            self._rewritten
+            | self._found["torn"]
+            | (torn if self._part is None else {int(self._part.source[i]) for i in torn})
+        )
 
     def _checksums(self) -> tuple[Checksums, Hashes | None]:
         assert self._hashes is not None

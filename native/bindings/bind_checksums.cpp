@@ -12,7 +12,9 @@
 #include "datastates/base/error.hpp"
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/checksum/digest.hpp"
+#include "datastates/checksum/fingerprint.hpp"
 #include "datastates/checksum/hash.hpp"
+#include "datastates/memory/host_fingerprints.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -29,6 +31,29 @@ py::array_t<std::uint32_t> crc32_shift(const py::array& raw, const py::array& nb
         shifted[i] = Crc32Shift(lengths[i]).shift(raws[i]);
     }
     return to_array(shifted);
+}
+
+py::array_t<std::uint64_t> host_fingerprints(const py::array& ptr, const py::array& nbytes) {
+    const auto addresses = elements<std::uint64_t>(ptr, "ptr");
+    const auto lengths = elements<std::uint64_t>(nbytes, "nbytes");
+    if (addresses.size() != lengths.size()) throw Error::invalid("ptr and nbytes differ in length");
+    std::vector<std::uint64_t> sums(addresses.size());
+    std::vector<bool> lost(addresses.size());
+    {
+        const NoGil released;
+        HostFingerprints taken([&](std::size_t i, std::uint64_t part) { sums[i] += part; },
+                               [&](std::size_t i) { lost[i] = true; });
+        for (std::size_t i = 0; i < addresses.size(); ++i) {
+            const bool few = lengths[i] <= fingerprint::kFew;
+            taken.add(i, reinterpret_cast<const std::byte*>(addresses[i]), lengths[i],
+                      few ? fingerprint::Words::all : fingerprint::Words::samples);
+        }
+        taken.finish();
+        for (std::size_t i = 0; i < sums.size(); ++i) {
+            if (lost[i]) sums[i] = 0;
+        }
+    }
+    return to_array(sums);
 }
 
 /// A sweep that owns its runs and digests. Thread-safe, by a mutex.
@@ -95,6 +120,7 @@ void bind_checksums(py::module_& module) {
             return py::bytes(reinterpret_cast<const char*>(hashes.data()), hashes.size());
         },
         "data"_a);
+    module.def("host_fingerprints", &host_fingerprints, "ptr"_a, "nbytes"_a);
     py::class_<Digester>(module, "Digester")
         .def(py::init([](std::uint64_t digests, const py::array& offset, const py::array& length,
                          const py::array& run_length, const py::array& after, const py::array& step,

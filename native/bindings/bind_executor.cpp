@@ -247,13 +247,16 @@ void bind_jobs(py::module_& module) {
                 return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
             },
             "timeout"_a = py::none())
-        .def_property_readonly("hashes", [](const HashJob& job) {
-            const std::vector<std::byte> hashes = job.hashes();
-            constexpr auto kWidth = static_cast<py::ssize_t>(sizeof(hash::Hash));
-            const auto rows = static_cast<py::ssize_t>(hashes.size()) / kWidth;
-            return py::array_t<std::uint8_t>({rows, kWidth},
-                                             reinterpret_cast<const std::uint8_t*>(hashes.data()));
-        });
+        .def_property_readonly(
+            "hashes",
+            [](const HashJob& job) {
+                const std::vector<std::byte> hashes = job.hashes();
+                constexpr auto kWidth = static_cast<py::ssize_t>(sizeof(hash::Hash));
+                const auto rows = static_cast<py::ssize_t>(hashes.size()) / kWidth;
+                return py::array_t<std::uint8_t>(
+                    {rows, kWidth}, reinterpret_cast<const std::uint8_t*>(hashes.data()));
+            })
+        .def_property_readonly("lost", &HashJob::lost);
 }
 
 }  // namespace

@@ -141,6 +141,11 @@ std::vector<std::byte> HashJob::hashes() const {
     return state_->hashes();
 }
 
+std::vector<std::size_t> HashJob::lost() const {
+    if (!wait(Clock::now())) throw Error::invalid("the hashes are not known yet");
+    return state_->lost();
+}
+
 std::shared_ptr<Executor> Executor::make(const Options& options) {
     // make_shared cannot call the constructor, which is private so that every executor is shared.
     return std::shared_ptr<Executor>(new Executor(options));

@@ -1,7 +1,6 @@
 #include "datastates/hash_state.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <optional>
 #include <thread>
@@ -18,18 +17,19 @@ constexpr std::size_t kTaken = 8;
 // How long to sleep between looks at a kernel: a large GPU hashes some 200 MB meanwhile.
 constexpr std::chrono::microseconds kPoll{50};
 
-Error unmapped() { return Error::io(EFAULT, "read memory that is to be saved", ""); }
-
 }  // namespace
 
 HashState::HashState(const std::vector<std::uint64_t>& nbytes, const Buffers& sources) {
     sources.validate(nbytes, false);
     for (std::size_t i = 0; i < nbytes.size(); ++i) {
+        first_chunk_.push_back(chunks_.size());
         if (nbytes[i] == 0) continue;
         if (sources.device[i] != kHost) {
             streams_.emplace(sources.device[i], sources.stream[i]);
-            on_devices_.push_back(
-                {.device = sources.device[i], .address = sources.address[i], .nbytes = nbytes[i]});
+            on_devices_.push_back({.device = sources.device[i],
+                                   .address = sources.address[i],
+                                   .nbytes = nbytes[i],
+                                   .source = i});
         }
         auto& place = places_[sources.device[i]];
         for (std::uint64_t at = 0; at < nbytes[i]; at += hash::kChunk) {
@@ -53,12 +53,13 @@ void HashState::launch(CopyEngines& engines) {
         devices_.add_producer(device, engine->record(reinterpret_cast<cuda::StreamHandle>(handle)));
     }
     cuda::Mapping known;
-    for (const auto& [device, address, nbytes] : on_devices_) {
-        if (!devices_.engine(device).has_memory(address, nbytes, known)) throw unmapped();
+    for (const auto& [device, address, nbytes, source] : on_devices_) {
+        if (!devices_.engine(device).has_memory(address, nbytes, known)) lost_.insert(source);
     }
     devices_.order_after_producers(&CopyEngine::hash_stream);
-    for (const auto& [device, numbers] : places_) {
+    for (auto& [device, numbers] : places_) {
         if (device == kHost) continue;
+        std::erase_if(numbers, [&](std::size_t chunk) { return lost_.contains(source_of(chunk)); });
         std::vector<hash::DeviceChunk> chunks;
         chunks.reserve(numbers.size());
         for (const std::size_t number : numbers) chunks.push_back(chunks_[number]);
@@ -88,10 +89,19 @@ void HashState::hash_chunks() {
         for (std::size_t i = first; i < end; ++i) {
             const auto& [address, nbytes] = chunks_[numbers[i]];
             const auto* const from = reinterpret_cast<const std::byte*>(address);
-            if (!guarded.copy({.to = copy.data(), .from = from, .bytes = nbytes})) throw unmapped();
-            hashes_[numbers[i]] = hash::of_chunk({copy.data(), nbytes});
+            if (guarded.copy({.to = copy.data(), .from = from, .bytes = nbytes})) {
+                hashes_[numbers[i]] = hash::of_chunk({copy.data(), nbytes});
+                continue;
+            }
+            const std::scoped_lock lock(mutex_);
+            lost_.insert(source_of(numbers[i]));
         }
     }
+}
+
+std::size_t HashState::source_of(std::size_t chunk) const {
+    const auto after = std::ranges::upper_bound(first_chunk_, chunk);
+    return static_cast<std::size_t>(after - first_chunk_.begin()) - 1;
 }
 
 bool HashState::wait(Deadline deadline) const {
@@ -118,6 +128,11 @@ void HashState::wait_done() const {
     std::unique_lock lock(mutex_);
     ended_.wait(lock, [&] { return calls_ == 0; });
     for (const auto& [device, hashes] : launched_) hashes.done()->synchronize();
+}
+
+std::vector<std::size_t> HashState::lost() const {
+    const std::scoped_lock lock(mutex_);
+    return {lost_.begin(), lost_.end()};
 }
 
 std::vector<std::byte> HashState::hashes() const {

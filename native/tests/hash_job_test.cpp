@@ -113,4 +113,15 @@ TEST(sources_that_do_not_fit_are_refused) {
     CHECK_THROWS(ErrorCode::cuda, executor->submit_hash(sources.nbytes, sources.buffers));
 }
 
+TEST(memory_that_is_gone_is_told_by_its_source) {
+    std::mt19937_64 random(9);
+    const auto executor = support::make_executor({"pwrite", false}, 2, kBlock, 0, 3);
+    Sources sources(random, 30);
+    sources.nbytes[7] = 600000;
+    sources.buffers.address[7] = 4096;
+    const auto job = executor->submit_hash(sources.nbytes, sources.buffers);
+    CHECK(job->wait());
+    CHECK(job->lost() == std::vector<std::size_t>{7});
+}
+
 CHECK_MAIN()

@@ -77,3 +77,28 @@ def test_a_job_gives_a_row_for_each_chunk_of_all_sources() -> None:
     executor.close()
     with pytest.raises(ClosedError):
         executor.submit_hash(sources, nbytes)
+
+
+def test_memory_that_is_gone_is_told_and_the_rest_is_hashed() -> None:
+    data = np.arange(300_000, dtype=np.int32)
+    address = np.array([4096, data.ctypes.data, 8192], np.uint64)
+    nbytes = np.array([CHUNK + 1, data.nbytes, 5], np.uint64)
+    executor = Executor(IoSettings(), 64 << 20)
+    job = executor.submit_hash((address, np.full(3, -1, np.int32), np.zeros(3, np.uint64)), nbytes)
+    assert job.wait(60)
+    assert job.lost == [0, 2]
+    assert job.hashes[2:-1].tobytes() == _native.hash_chunks(data)
+
+
+def test_a_fingerprint_tells_that_memory_was_rewritten_or_is_gone() -> None:
+    ranges = [np.zeros(nbytes, np.uint8) for nbytes in (1, 7, 4096, 4097, 300_001, 3_000_000)]
+    nbytes = np.array([one.nbytes for one in ranges], np.uint64)
+    addresses = np.array([one.ctypes.data for one in ranges], np.uint64)
+    before = _native.host_fingerprints(addresses, nbytes)
+    assert np.array_equal(_native.host_fingerprints(addresses, nbytes), before)
+    for one in ranges:
+        one[:] = 1
+    after = _native.host_fingerprints(addresses, nbytes)
+    assert (before != after).all()
+    assert after.all()
+    assert _native.host_fingerprints(np.array([4096], np.uint64), np.array([8192], np.uint64)) == 0

@@ -137,6 +137,8 @@ class HashJob : Unmovable {
     /// The hashes of all chunks of all sources, end to end. Throws Error "invalid" before they are
     /// known, and the error of a device that has failed.
     std::vector<std::byte> hashes() const;
+    /// The sources whose memory was unmapped before it was hashed, ascending. Throws as above.
+    std::vector<std::size_t> lost() const;
 
   private:
     std::shared_ptr<Executor> executor_;

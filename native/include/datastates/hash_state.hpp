@@ -34,8 +34,7 @@ class HashState {
     /// Enqueues a kernel on each device, behind the work that is on the sources' streams now. Runs
     /// in submit's thread. Throws Error "cuda".
     void launch(CopyEngines& engines);
-    /// Hashes host memory until nothing is left, or until stop(). Runs in a worker. Memory that is
-    /// unmapped fails the job.
+    /// Hashes host memory until nothing is left, or until stop(). Runs in a worker.
     void hash_host();
 
     /// Lets no further host memory be read: nobody will ask for the hashes.
@@ -47,18 +46,23 @@ class HashState {
     void wait_done() const;
     /// The hashes of all chunks, end to end. Valid once wait() has returned true.
     std::vector<std::byte> hashes() const;
+    /// The sources that are unmapped in part, ascending; they have no valid hashes. Valid as above.
+    std::vector<std::size_t> lost() const;
 
   private:
     struct Range {
         int device;
         cuda::DevicePointer address;
         std::uint64_t nbytes;
+        std::size_t source;
     };
     void hash_chunks();
+    std::size_t source_of(std::size_t chunk) const;
 
     std::vector<Range> on_devices_;
     std::set<std::pair<int, std::uint64_t>> streams_;  // that device memory comes from
     std::vector<hash::DeviceChunk> chunks_;
+    std::vector<std::size_t> first_chunk_;            // of each source
     std::map<int, std::vector<std::size_t>> places_;  // chunks by device; -1: host
     std::vector<hash::Hash> hashes_;                  // of chunks in host memory
     JobDevices devices_;
@@ -69,6 +73,7 @@ class HashState {
     mutable std::condition_variable ended_;
     std::size_t calls_ = 0;         // of hash_host() that have not ended
     std::optional<Error> failure_;  // the first of hash_host()
+    std::set<std::size_t> lost_;
 };
 
 }  // namespace datastates

@@ -12,7 +12,7 @@
 #include "datastates/base/thread.hpp"
 #include "datastates/checksum/fingerprint.hpp"
 #include "datastates/memory/copy_batch.hpp"
-#include "datastates/write/host_fingerprints.hpp"
+#include "datastates/memory/host_fingerprints.hpp"
 
 namespace datastates {
 namespace {
@@ -177,12 +177,19 @@ void Capturer::take_fingerprints(WriteState& job) {
         }
         return groups[last];
     };
-    HostFingerprints host(job);
+    Witness& host_witness = job.witness();
+    HostFingerprints host(
+        [&](std::size_t source, std::uint64_t part) { host_witness.add_before(source, part); },
+        [&](std::size_t source) { host_witness.lose(static_cast<std::int32_t>(source)); });
     for (std::size_t i = 0; i < plan.sources(); ++i) {
         if (plan.source_nbytes(i) == 0) continue;
         const bool witness = buffers.witness[i] != 0;
         if (buffers.device[i] < 0) {
-            if (witness) host.add(i);
+            const std::uint64_t first = plan.first_word(i);
+            if (witness) {
+                host.add(i, buffers.host(i) + first, plan.source_nbytes(i) - first,
+                         host_witness.words(i));
+            }
             continue;
         }
         Group& group = group_of(i);
