@@ -15,6 +15,9 @@ from datastates.planning.plans import WritePlan
 from datastates.planning.write import cut_extents
 from datastates.state.runs import pairs
 
+MOST_RANGES = 10_000
+"""Ranges that one file shares, at most. The storage takes some 20 µs for each, and updates wait meanwhile."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPlan:
@@ -37,7 +40,9 @@ class PartialPlan:
     shared: tuple[I64, I64]
 
 
-def plan_partial(plan: WritePlan, changed: Bools, atomic: Bools, block_nbytes: int) -> PartialPlan:
+def plan_partial(
+    plan: WritePlan, changed: Bools, atomic: Bools, block_nbytes: int, most_ranges: int = MOST_RANGES
+) -> PartialPlan:
     """Plan the part of a file that cannot be shared with another file of the same layout.
 
     Args:
@@ -45,10 +50,16 @@ def plan_partial(plan: WritePlan, changed: Bools, atomic: Bools, block_nbytes: i
         changed: For each chunk, in file order, whether its bytes differ.
         atomic: For each record, whether all its chunks are written if one is.
         block_nbytes: Longest extent in bytes, a multiple of :data:`~datastates._base.sizes.PAGE`.
+        most_ranges: Number of ranges to share, the longest ones. What lies in others is written, too.
     """
     layout = _Layout.of(plan)
     written, stretch, stretch_end = layout.spread(changed, atomic)
     before = np.append(0, stretch_end)[:-1]
+    if len(stretch) > most_ranges:
+        short = np.sort(np.argsort(before - stretch, kind="stable")[most_ranges:])
+        more = _touch(layout.begin, layout.chunk_end, before[short], stretch[short])
+        written, stretch, stretch_end = layout.spread(written | more, atomic)
+        before = np.append(0, stretch_end)[:-1]
     record, begin, end = layout.runs(written)
 
     places = (plan.extent_offset[plan.patch_extent] + plan.patch_offset).astype(np.int64)

@@ -13,7 +13,7 @@ from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, LARGE_RECO
 from datastates.container import zip_frames
 from datastates.container.checksums import crc32_shift
 from datastates.planning import write
-from datastates.planning.partial import PartialPlan, plan_partial
+from datastates.planning.partial import MOST_RANGES, PartialPlan, plan_partial
 from datastates.planning.plans import WritePlan
 
 BLOCK = 1 << 20
@@ -97,8 +97,8 @@ def carry_out(partial: PartialPlan, base: bytes, literal: bytes, old: list[bytes
     return made
 
 
-@given(st.lists(SIZES, max_size=9), st.data())
-def test_it_makes_the_new_file_over_the_old_one(sizes: list[int], data: st.DataObject) -> None:
+@given(st.lists(SIZES, max_size=9), st.data(), st.sampled_from([0, 1, 2, MOST_RANGES]))
+def test_it_makes_the_new_file_over_the_old_one(sizes: list[int], data: st.DataObject, most: int) -> None:
     plan = plan_of(sizes)
     chunks = chunks_of(plan)
     changed = np.array(data.draw(st.lists(st.booleans(), min_size=len(chunks), max_size=len(chunks))), bool)
@@ -111,14 +111,21 @@ def test_it_makes_the_new_file_over_the_old_one(sizes: list[int], data: st.DataO
     by_source = [new[record] for record in np.argsort(plan.order)]
     expected, _ = file_of(plan, [bytes(one) for one in by_source])
 
-    partial = plan_partial(plan, changed, atomic, BLOCK)
+    partial = plan_partial(plan, changed, atomic, BLOCK, most)
     assert carry_out(partial, bytes(base), literal, [old[i] for i in plan.order], new) == expected
     # a chunk is written if it differs, or if its record is written as a whole, or for its neighbours in a page
     for (record, begin, end), is_written, differs in zip(chunks, partial.written, changed, strict=True):
         of_record = [w for (r, _, _), w in zip(chunks, partial.written, strict=True) if r == record]
         assert not differs or is_written
         assert not atomic[record] or all(of_record) or not any(of_record)
-        if is_written and not differs and not atomic[record] and end - begin == CHUNK and end % PAGE == 0:
+        if (
+            most == MOST_RANGES
+            and is_written
+            and not differs
+            and not atomic[record]
+            and end - begin == CHUNK
+            and end % PAGE == 0
+        ):
             assert sizes[plan.order[record]] < LARGE_RECORD, "nothing else lies in its pages"
 
 
@@ -134,6 +141,16 @@ def test_little_is_written_where_little_changes() -> None:
     assert not nothing.written.any()
     assert int(nothing.plan.extent_length.sum()) < PAGE + DESCRIPTOR
     assert sum(nothing.shared[1].tolist()) == plan.end // PAGE * PAGE
+
+
+def test_the_longest_ranges_are_shared() -> None:
+    plan = plan_of([400 * CHUNK])
+    changed = np.zeros(400, bool)
+    changed[[*range(2, 100, 3), 200, 300]] = True  # two chunks lie between most of those that change
+    most = plan_partial(plan, changed, np.zeros(1, bool), BLOCK, 3)
+    assert np.flatnonzero(~most.written).tolist() == [*range(99, 200), *range(201, 300), *range(301, 400)]
+    assert len(most.shared[0]) == 3 + 1, "and the page before the data"
+    assert len(plan_partial(plan, changed, np.zeros(1, bool), BLOCK).shared[0]) > 30
 
 
 def test_small_records_that_share_pages_are_written_together() -> None:
