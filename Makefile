@@ -234,8 +234,7 @@ check-long: .venv/installed ## The longest tests, interrupts, random states, fau
 	$(BIN)/python tests/crash/campaign.py build/long --rounds $(ROUNDS) --jobs $(JOBS)
 	for far in disk moto localbucket; do \
 	    $(BIN)/python tests/crash/tier_campaign.py build/long/$$far --far $$far --rounds $$(($(ROUNDS) / 20)); done
-	$(BIN)/python tests/crash/power_cuts.py build/long ext4 --cuts $(CUTS)
-	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
+	for kind in btrfs ext4 xfs; do $(BIN)/python tests/crash/power_cuts.py build/long $$kind --cuts $(CUTS) || exit; done
 	$(BIN)/python tests/crash/chaos/kill.py build/long/chaos
 
 # The S3 server has an environment of its own: the file systems come from the system's packages.

@@ -125,9 +125,9 @@ class LocalWriter(FileWriter):
             return False
         # another file system, or one without reflinks; another failure comes again when the range is written
         try:
-            with _native.open_descriptor(source, os.O_RDONLY, 0) as fd:
+            with self._call("share", self._path), _native.open_descriptor(source, os.O_RDONLY, 0) as fd:
                 fcntl.ioctl(self._file.fileno(), _FICLONERANGE, _RANGE.pack(fd, offset, nbytes, at))
-        except OSError:
+        except StorageError:
             return False
         self._nbytes = max(self._nbytes, at + nbytes)
         return True

@@ -101,6 +101,8 @@ class Told:
             error = snapshot.exception()
             if error is None:
                 self.say("committed", save.number)
+                if snapshot.report.executor.get("shared"):
+                    self.say("shared", save.number)
                 continue
             named = isinstance(error, TornSnapshotError) and bool(error.keys) and set(error.keys) <= torn
             expected = named or (self.failing and isinstance(error, StorageError))
@@ -319,7 +321,7 @@ def run_round(seed: int, base: Path, outcomes: collections.Counter[str]) -> None
             outcome, newest = audit.life(life, status, reported[-1])
             outcomes[outcome] += 1
             for event, *details in reported[-1]:
-                if event in ("restored", "committed", "failed"):
+                if event in ("restored", "committed", "shared", "failed"):
                     outcomes[details[1] if event == "failed" else event] += 1
     except DEFECTS:
         print(f"ROUND {seed} SHOWS A DEFECT; what it left is in {root}")

@@ -64,6 +64,7 @@ def draw(seed: int) -> Round:
     numbers = iter(range(seed * 100 + 1, seed * 100 + 100))
     step, lives = 0, []
     keep_last = rng.choice([None, None, 1, 2, 3])
+    incremental = rng.random() < 0.5
     for _ in range(rng.randint(1, 3)):
         saves = []
         structure = rng.randrange(1 << 30)
@@ -83,6 +84,7 @@ def draw(seed: int) -> Round:
             "max_in_flight": rng.choice([1, 2, 3]),
             "handle_sigterm": end == "terminate",
             "on_error": "warn",
+            "incremental": incremental,
         }
         read_fault = rng.choice(
             [*["" for _ in range(5)], "read=short", "read=eintr", "read=fail:5", "store.read=fail:5"]

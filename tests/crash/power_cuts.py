@@ -1,10 +1,10 @@
 """Power cuts: what was reported committed before the disk was cloned is on the clone.
 
-Usage, as root: ``power_cuts.py DIRECTORY {ext4,xfs} [--seed N] [--cuts N]``. The disk is an image on an XFS file
-system. A process saves on the disk, and reports each commit. At random moments the disk is cloned as it is. What the
-kernel has not written yet is not on the clone, as after a power cut. The clone is mounted, which replays its journal.
-Everything that was reported before must be on it. Exit code 77: this system cannot do that, for a reason that is
-printed.
+Usage, as root: ``power_cuts.py DIRECTORY {btrfs,ext4,xfs} [--seed N] [--cuts N]``. The disk is an image on an XFS file
+system. A process saves on the disk, and reports each commit. Where the disk can share ranges, checkpoints share what
+has not changed. At random moments the disk is cloned as it is. What the kernel has not written yet is not on the clone,
+as after a power cut. The clone is mounted, which replays its journal. Everything that was reported before must be on
+it. Exit code 77: this system cannot do that, for a reason that is printed.
 
 It runs in a mount namespace of its own, so that nothing stays mounted, however it ends.
 """
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,26 @@ CANNOT = 77
 FICLONE = 0x40049409
 HOST_BYTES, DISK_BYTES = 3 << 30, 512 << 20
 """The sizes of sparse files, which take only as much space as is written."""
-MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=1"]}
+MAKE = {
+    "btrfs": ["mkfs.btrfs", "-q", "-f"],
+    "ext4": ["mkfs.ext4", "-q", "-F"],
+    "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=1"],
+}
+SHARING = {"btrfs", "xfs"}
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 KEEP = 3
+FROZEN = 4
+"""The largest array stays as it is for so many steps."""
 
 
 def state_of(step: int) -> dict[str, Any]:
-    rng = np.random.default_rng(step)
+    rng, slow = np.random.default_rng(step), np.random.default_rng(step // FROZEN)
     return {
-        "lazy": {"large": rng.random(rng.integers(1000, 400_000)), "small": rng.integers(0, 256, 777, np.uint8)},
+        "lazy": {
+            "large": slow.random(slow.integers(100_000, 400_000)),
+            "medium": rng.random(20_000),
+            "small": rng.integers(0, 256, 777, np.uint8),
+        },
         "rest": {"step": step, "ratio": float(rng.random())},
     }
 
@@ -66,9 +77,9 @@ def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
 
 
 def save(root: Path, pipe: int) -> None:
-    """Save until killed, and report each commit on the pipe."""
+    """Save until killed, and report on the pipe each commit, and how many bytes it shares."""
     step = 0
-    with ds.Checkpointer(root, keep_last=KEEP, **OPTIONS) as ckpt:
+    with ds.Checkpointer(root, keep_last=KEEP, incremental=True, **OPTIONS) as ckpt:
         taken: list[ds.Snapshot] = []
         while True:
             step += 1
@@ -76,7 +87,7 @@ def save(root: Path, pipe: int) -> None:
             for snapshot in [s for s in taken if has_ended(s)]:
                 snapshot.wait_committed()
                 taken.remove(snapshot)
-                os.write(pipe, f"{snapshot.step}\n".encode())
+                os.write(pipe, f"{snapshot.step} {snapshot.report.executor.get('shared', 0)}\n".encode())
 
 
 @contextlib.contextmanager
@@ -144,8 +155,11 @@ def clone(image: Path, to: Path) -> None:
 # --- what is on a clone
 
 
-def told(pipe: int, seconds: float) -> set[int]:
-    """The steps that are reported within some seconds; raises RuntimeError if the process that saves has ended."""
+def told(pipe: int, seconds: float) -> dict[int, int]:
+    """The steps that are reported within some seconds, and the bytes that each shares.
+
+    Raises RuntimeError if the process that saves has ended.
+    """
     end, text = time.monotonic() + seconds, b""
     os.set_blocking(pipe, False)
     while True:
@@ -157,11 +171,11 @@ def told(pipe: int, seconds: float) -> set[int]:
             text += data
         except BlockingIOError:
             if over:
-                return {int(line) for line in text.split()}
+                return {int(step): int(shared) for step, shared in map(bytes.split, text.splitlines())}
             time.sleep(min(0.001, max(0.0, end - time.monotonic())))
 
 
-def audit(root: Path, before: set[int]) -> list[str]:
+def audit(root: Path, before: Collection[int]) -> list[str]:
     """What is wrong with a directory in which the steps ``before`` had been committed."""
     wrong = []
     committed = newest.committed(tier_of(root))
@@ -190,7 +204,7 @@ def next_run(root: Path, newest: int | None) -> list[str]:
     state = state_of(newest or 0)
     for array in state["lazy"].values():
         array[...] = 0
-    with ds.Checkpointer(root, **OPTIONS) as ckpt:
+    with ds.Checkpointer(root, incremental=True, **OPTIONS) as ckpt:
         wrong: list[str] = []
         restored = ckpt.restore(providers_of(state))
         if (restored.step if restored else None) != newest:
@@ -222,7 +236,7 @@ def disks(base: Path, kind: str) -> Iterator[tuple[Path, Path]]:
 
 def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str]:
     rng, wrong = random.Random(seed), []
-    known: set[int] = set()
+    known: dict[int, int] = {}
     half = 0
     with disks(base, kind) as (disk, at), saving(at / "run") as pipe:
         copy = disk.with_name("clone.img")
@@ -236,8 +250,12 @@ def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str
                 problems = audit(cut / "run", known)
             copy.unlink()
             wrong += [f"cut {number} after step {max(known)}: {text}" for text in problems]
-    print(f"{cuts} cuts of {kind}: {max(known)} commits told, {half} half snapshots found, {len(wrong)} wrong")
-    return wrong
+    shared = sum(map(bool, known.values()))
+    print(
+        f"{cuts} cuts of {kind}: {len(known)} commits told, of which {shared} shared bytes, "
+        f"{half} half snapshots found, {len(wrong)} wrong"
+    )
+    return wrong if shared or kind not in SHARING else [*wrong, "nothing was shared"]
 
 
 # namespaces of its own, for mounts and for processes, so that none is left, whatever ends it

@@ -254,3 +254,13 @@ def test_ranges_that_have_not_changed_are_shared(kind: str, place: Path) -> None
         free = os.statvfs(root)
         used = (free.f_blocks - free.f_bfree) * free.f_frsize
         assert (used < 2 * sum(value.nbytes for value in state.values())) == shares
+
+
+@pytest.mark.parametrize("kind", ["XFS", "Btrfs"])
+def test_what_is_shared_is_right_whatever_happens(kind: str, place: Path) -> None:
+    campaign = Path(__file__).parents[1] / "crash" / "campaign.py"
+    with mounting(place, kind) as mounts:
+        command = [sys.executable, campaign, KINDS[kind](mounts)[0] / "rounds", "--rounds", "30"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d shared$", done.stdout, re.MULTILINE), done.stdout

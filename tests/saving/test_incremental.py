@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reflinks as emulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from datastates.commit.carry import every
 from datastates.config import Options
 from datastates.container.file import open_container
 from datastates.errors import DatastatesError, SettingsError, TornSnapshotError
+from datastates.executor.executor import Executor
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.saving import incremental
 from datastates.storage import Location
@@ -34,21 +37,8 @@ CHUNK = 256 * 1024
 def reflinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Let files share ranges, as those of XFS do: whole blocks, or the rest of a file. Gives the ranges."""
     ranges: list[tuple[int, int]] = []
-
-    def share(self: LocalWriter, source: Location, offset: int, nbytes: int, at: int) -> bool:
-        if not Path(source).exists():
-            return False
-        with Path(source).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if offset % 4096 or (nbytes % 4096 and offset + nbytes != size) or offset + nbytes > size:
-                return False
-            file.seek(offset)
-            os.pwrite(self._file.fileno(), file.read(nbytes), at)
-        self._nbytes = max(self._nbytes, at + nbytes)
-        ranges.append((offset, nbytes))
-        return True
-
-    monkeypatch.setattr(LocalWriter, "share", share)
+    monkeypatch.setattr(emulated, "ranges", ranges)
+    monkeypatch.setattr(fcntl, "ioctl", emulated.clone)
     return ranges
 
 
@@ -179,6 +169,37 @@ def test_a_change_that_no_counter_sees_is_found(tmp_path: Path, monkeypatch: pyt
     assert_whole(tmp_path, {2: state})
 
 
+class Late:
+    """Hashes that are taken once an event is set: no worker was free before."""
+
+    def __init__(self, begun: threading.Event, take: Callable[[], Any]) -> None:
+        self._begun, self._take = begun, take
+        self._job: Any = None
+
+    def wait(self) -> None:
+        assert self._begun.wait(60)
+        self._job = self._take()
+        self._job.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+
+def test_a_change_before_the_hashes_are_taken_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, begun = {"kept": torch.zeros(3_000_000), "large": torch.zeros(5_000_000)}, threading.Event()
+    submit = Executor.submit_hash
+    monkeypatch.setattr(Executor, "submit_hash", lambda *arguments: Late(begun, lambda: submit(*arguments)))
+    with ds.Checkpointer(tmp_path, incremental=True, on_error="warn") as checkpointer:
+        snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=1)
+        state["large"].data.fill_(7)  # no gate, and torch counts no change
+        begun.set()
+        with pytest.raises(TornSnapshotError, match=r"state/large") as found:
+            snapshot.wait_committed()
+        assert found.value.keys == ["state/large"]
+        save(checkpointer, state, 2)
+    assert_whole(tmp_path, {2: state})
+
+
 def test_memory_that_is_gone_fails_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, gone, begun = {"large": torch.zeros(40_000_000)}, torch.zeros(40_000_000), threading.Event()
     share = incremental._share
@@ -194,7 +215,7 @@ def test_memory_that_is_gone_fails_the_snapshot_alone(tmp_path: Path, monkeypatc
         snapshot = checkpointer.snapshot([from_state_dict("state", {**state, "gone": gone})], step=1)
         gone.untyped_storage().resize_(0)
         begun.set()
-        with pytest.raises(DatastatesError):
+        with pytest.raises(TornSnapshotError, match=r"state/gone"):
             snapshot.wait_committed()
         save(checkpointer, state, 2)
     assert_whole(tmp_path, {2: state})
