@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from datastates.cli.arguments import add_checkpoint
 from datastates.cli.output import IN_SHELL, as_key, as_part, as_shape, as_size, print_json, print_table, printable, say
+from datastates.cli.sharing import shared_with
 from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
@@ -20,6 +21,7 @@ from datastates.reading.tensors import Metadata, TensorFile
 
 WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
 
+_MOST_STEPS = 3
 _LONGEST = 80
 """Most characters that are shown of a text."""
 
@@ -44,16 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
         for entries in ("arrays", "objects"):
             one[entries] = [entry for entry in one[entries] if fnmatchcase(entry["key"], arguments.keys)]
     found = modules({t["key"]: t["bytes"] for t in assembled})
+    shared = shared_with(path)
     if arguments.json:
         listed = [{"name": name, "arrays": arrays, "bytes": nbytes} for name, arrays, nbytes in found]
         texts = {"metadata": dict(metadata.texts), "index_metadata": dict(metadata.index)}
-        sums = {"format": kind, "metric": metric, **texts, "modules": listed}
+        sums = {"format": kind, "metric": metric, "shared": shared, **texts, "modules": listed}
         print_json({**sums, "containers": described, "tensors": assembled})
         return 0
     place = described[0]["file"] if len(described) == 1 else path
     measured = "" if metric is None else f", metric {metric}"
     say(f"{place}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}{measured}")
     say(_sums(len(tensors), assembled, objects=sum(len(one["objects"]) for one in described)))
+    _print_shared(shared)
     _print_metadata(metadata)
     _print_modules(found)
     say("")
@@ -72,6 +76,15 @@ def _sums(count: int, shown: Sequence[dict[str, Any]], *, objects: int) -> str:
     types = ", ".join(f"{as_size(n)} of {name}" for name, n in sorted(by_type.items(), key=lambda item: -item[1]))
     arrays = f"{len(shown)} of {count} arrays, {as_size(sum(by_type.values()))}"
     return f"{arrays}{types and f' ({types})'}; {objects} object(s)"
+
+
+def _print_shared(shared: Mapping[int, int]) -> None:
+    """Print how many bytes the checkpoint shares with others, those that share most first."""
+    steps = sorted(shared.items(), key=lambda item: -item[1])
+    told = [f"{as_size(nbytes)} with step {step}" for step, nbytes in steps[:_MOST_STEPS]]
+    if told:
+        more = f", and less with {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+        say(f"shares {', '.join(told)}{more}")
 
 
 def _print_metadata(metadata: Metadata) -> None:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from datastates._base.tasks import each
 from datastates.cli.arguments import as_location, as_seconds
 from datastates.cli.output import as_size, complain, flush, print_json, print_table, printable, say
+from datastates.cli.sharing import added_nbytes
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.tiers import tier_of
-from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.formats import recognise
 from datastates.formats.recognise import Other
 from datastates.formats.seen import Seen
@@ -22,6 +23,8 @@ from datastates.storage.location import Location
 WHAT = "list the checkpoints in a directory, and what interrupted runs left there"
 _AT_ONCE = 8
 """Checkpoints that are described at once."""
+_ADDED, _METRIC = 4, 5
+"""Columns that are shown where some row has them."""
 _SECONDS = 2.0
 """Seconds from one look to the next, with ``--watch``."""
 
@@ -40,12 +43,12 @@ class _Listing(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status. With ``--watch``, it ends by an interrupt only."""
-    listing = _look(arguments.path)
+    listing = _look(arguments)
     _print(listing, arguments)
     while arguments.watch:
         flush()
         time.sleep(_SECONDS)
-        if (now := _look(arguments.path)) != listing:
+        if (now := _look(arguments)) != listing:
             listing = now
             say("")
             _print(listing, arguments)
@@ -60,6 +63,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", metavar="PATH", type=as_location, help="a directory of checkpoints, or a checkpoint")
     command.add_argument("--watch", action="store_true", help="list again whenever something has changed, until Ctrl-C")
 
+    what = "show, too, how many bytes each checkpoint has that none before it shares with it on the disk"
+    command.add_argument("--added", action="store_true", help=what)
     what = "exit 1 if the newest whole checkpoint is older than TIME, such as 30min or 2h"
     command.add_argument("--newest-within", metavar="TIME", type=as_seconds, help=what)
 
@@ -78,7 +83,8 @@ def _is_recent(found: list[dict[str, Any]], most: float) -> bool:
     return False
 
 
-def _look(path: Location) -> _Listing:
+def _look(arguments: argparse.Namespace) -> _Listing:
+    path: Location = arguments.path
     seen = Seen(path)
     kind = recognise.recognise(seen)
     if seen.has_manifest:
@@ -96,6 +102,8 @@ def _look(path: Location) -> _Listing:
     for age, (step, one) in enumerate(zip(by_age, described, strict=True)):
         later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
         found.append({**one, "step": step, "superseded_by": later})
+    if arguments.added:
+        _add_added(found, path)
     left = [one.name for one in debris]
     foreign = [one.name for one in directories.without_manifest(path, {*seen.names} - known)]
     others = {}
@@ -104,6 +112,16 @@ def _look(path: Location) -> _Listing:
             others[name] = recognise.describe(path / name, other)
     in_order = sorted(others.items(), key=lambda item: (item[1].step is None, item[1].step or 0, item[0]))
     return _Listing(found, left, foreign, dict(in_order))
+
+
+def _add_added(found: list[dict[str, Any]], path: Location) -> None:
+    """Add to each description what it adds to those before it; None for one that cannot be read."""
+    before: list[Location] = []
+    for entry in found:
+        entry["added"] = None
+        with contextlib.suppress(DatastatesError):
+            entry["added"] = added_nbytes(path / entry["name"], before)
+            before.append(path / entry["name"])
 
 
 def _print(listing: _Listing, arguments: argparse.Namespace) -> None:
@@ -115,16 +133,20 @@ def _print(listing: _Listing, arguments: argparse.Namespace) -> None:
         ]
         print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
     elif any(listing):
-        rows = [["STEP", "CREATED", "RANKS", "SIZE", "METRIC", "NAME", ""], *map(_row, found)]
-        rows += [["-", "debris", "", "", "", name, ""] for name in left]
-        rows += [["-", "", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
+        rows = [["STEP", "CREATED", "RANKS", "SIZE", "ADDED", "METRIC", "NAME", ""], *map(_row, found)]
+        rows += [["-", "debris", "", "", "", "", name, ""] for name in left]
+        rows += [["-", "", "", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
         for name, one in others.items():
             step = "-" if one.step is None else str(one.step)
-            rows.append([step, _date(one.changed), "", as_size(one.nbytes), "", printable(name), one.format])
-        if all(one.get("metric") is None for one in found):
-            print_table([[*row[:4], *row[5:]] for row in rows], numbers=(0, 2, 3))
-        else:
-            print_table(rows, numbers=(0, 2, 3, 4))
+            rows.append([step, _date(one.changed), "", as_size(one.nbytes), "", "", printable(name), one.format])
+        hidden = {
+            column
+            for column, key in ((_ADDED, "added"), (_METRIC, "metric"))
+            if all(one.get(key) is None for one in found)
+        }
+        shown = [i for i in range(len(rows[0])) if i not in hidden]
+        numbers = tuple(shown.index(i) for i in (0, 2, 3, _ADDED, _METRIC) if i in shown)
+        print_table([[row[i] for i in shown] for row in rows], numbers=numbers)
     else:
         say(f"no checkpoints in {arguments.path}")
 
@@ -153,10 +175,11 @@ def _describe(path: Location) -> dict[str, Any]:
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
-    facts = ["", "", "", ""]
+    facts = ["", "", "", "", ""]
     if "created" in entry:
         metric = "" if entry["metric"] is None else f"{entry['metric']:.6g}"
-        facts = [printable(entry["created"]), str(entry["ranks"]), as_size(entry["bytes"]), metric]
+        added = "" if entry.get("added") is None else as_size(entry["added"])
+        facts = [printable(entry["created"]), str(entry["ranks"]), as_size(entry["bytes"]), added, metric]
     later = entry["superseded_by"]
     rolled = "" if later is None else f"superseded by step {later}, after a roll-back"
     note = f"damaged: {printable(entry['error'])}" if "error" in entry else rolled

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from typing_extensions import Buffer, override
 
+from datastates.storage.extents import Extent
 from datastates.storage.location import Location
 from datastates.storage.objects import Entry, Store, Writer
 
@@ -94,6 +95,11 @@ class Folders(Store):
 
     def free(self, path: Location) -> int | None:
         """Bytes that are free for this user where a path lies; None where the store does not tell."""
+        del path
+        return None
+
+    def extents(self, path: Location) -> list[Extent] | None:
+        """Where the bytes of a file lie on the disk, ascending; None where the store does not tell."""
         del path
         return None
 

@@ -17,7 +17,9 @@ from typing_extensions import override
 from datastates import _native
 from datastates.errors import StorageError, storage_errors
 from datastates.storage import local_files
+from datastates.storage.extents import Extent
 from datastates.storage.folders import FileWriter, Folders, Lock
+from datastates.storage.local_extents import extents_of
 from datastates.storage.local_files import FAILING, LocalLock, LocalWriter, settle
 from datastates.storage.location import Location, PathLike
 from datastates.storage.objects import ABSENT, Entry, Traits
@@ -102,6 +104,11 @@ class LocalStore(Folders):
         with self._call("statvfs", path):
             found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+    @override
+    def extents(self, path: Location) -> list[Extent] | None:
+        with self._call("read", path), _open_file(path) as fd:
+            return extents_of(fd)
 
     @override
     def is_in_memory(self, path: Location) -> bool:

@@ -16,6 +16,9 @@ from datastates.cli import commands
 from datastates.commit import manifest
 from datastates.errors import FormatError
 from datastates.providers import HostTensorProvider
+from datastates.storage import Location
+from datastates.storage.extents import Extent
+from datastates.storage.local import LocalStore
 
 CONTAINER = "rank-00000.pt"
 
@@ -55,6 +58,35 @@ def test_ls_escapes_what_could_control_a_terminal(root: Path, capsys: pytest.Cap
     hostile = manifest.open(one).model_copy(update={"created": "\x1b[2J"})
     (one / "manifest.json").write_bytes(manifest.encode(hostile))
     assert "\\x1b[2J" in run(capsys, "ls", root)[1]
+
+
+def test_what_checkpoints_share_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"80": [(0, 0, 100)], "100": [(0, 0, 100), (7, 100, 200)], "085": [(0, 0, 60), (7, 100, 180)]}
+
+    def extents(self: LocalStore, path: Location) -> list[Extent]:
+        found = next(found for step, found in places.items() if path.parent.name.endswith(step))
+        return [Extent((1, shift), begin, end) for shift, begin, end in found if path.name == CONTAINER]
+
+    monkeypatch.setattr(LocalStore, "extents", extents)
+    found = run_json(capsys, "ls", root, "--added")[1]["checkpoints"]
+    assert [one["bytes"] - one["added"] for one in found] == [0, 100, 60 + 80]
+    first, *lines = run(capsys, "ls", root, "--added")[1].splitlines()
+    assert "ADDED" in first
+    assert len(lines) == 3
+    assert run_json(capsys, "inspect", root, "--step", "100")[1]["shared"] == {"80": 100, "85": 140}
+    assert "shares 140 B with step 85, 100 B with step 80\n" in run(capsys, "inspect", root, "--step", "100")[1]
+    (root / "step-00000080" / "manifest.json").write_bytes(b"damaged")
+    found = run_json(capsys, "ls", root, "--added")[1]["checkpoints"]
+    assert [one["added"] is None for one in found] == [True, False, False]
+
+
+def test_nothing_is_said_where_nothing_is_shared(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "ls", root, "--added")[1]["checkpoints"]
+    assert all(one["added"] == one["bytes"] for one in found)
+    assert run_json(capsys, "inspect", root)[1]["shared"] == {}
+    assert "shares" not in run(capsys, "inspect", root)[1]
 
 
 def test_ls_tells_whether_the_newest_whole_one_is_recent(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,6 +246,10 @@ def test_ranges_that_have_not_changed_are_shared(kind: str, place: Path) -> None
                 steps[step] = snapshot.report.executor, state["w3"].clone()
         shares = kind in ("XFS", "Btrfs")
         assert all((figures["bytes"] < 2_000_000) == (shares and step > 0) for step, (figures, _) in steps.items())
+        command = [sys.executable, "-m", "datastates", "ls", root, "--added", "--json"]
+        done = subprocess.run(command, capture_output=True, check=True, cwd=place)
+        listed = json.loads(done.stdout)["checkpoints"]
+        assert [one["added"] < 2_000_000 for one in listed] == [False, shares, shares, shares]
         shutil.rmtree(root / "step-00000000")
         for step in (1, 2, 3):
             found = ds.load(root, step=step)["state"]
