@@ -413,7 +413,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=STATES)
 def test_nested_states_round_trip(state: object, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("state") / "c"

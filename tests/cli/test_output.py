@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import run_json
+from short import first
 
 import datastates as ds
 from datastates.cli import commands
@@ -82,7 +83,10 @@ def test_no_place_to_print_to_ends_in_a_traceback(name: str, place: str, buffere
 
 
 @pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.long)])
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls"], ["ls", "nowhere"], ["ls", "--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    first([["--help"], ["ls", "--json"], ["--version"], ["ls"], ["ls", "nowhere"]], rest=pytest.mark.by_hand),
+)
 def test_help_and_wrong_calls_end_in_no_traceback(arguments: list[object], buffered: str, root: Path) -> None:
     for place in ("full", "all closed", "all full", "errors full"):
         done = shell(root, arguments, place, buffered)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from interleavings import DAY, Interleavings, Script, State
+from short import first
 
 from datastates.commit import decision, manifest, object_pending, object_tier
 from datastates.commit.decision import Patience, decide
@@ -398,7 +399,7 @@ def _is_key(name: str) -> bool:
     return name.endswith("/manifest.json")
 
 
-@pytest.mark.parametrize("scene", [s if s == "two drains" else pytest.param(s, marks=pytest.mark.long) for s in DRAINS])
+@pytest.mark.parametrize("scene", first(sorted(DRAINS, key="two drains".__ne__), rest=pytest.mark.by_hand))
 def test_the_promises_of_drains_hold(scene: str, script: Script) -> None:
     count = Counter(frozenset(breaks) for breaks in drained(script, scene))
     assert [*count] == [frozenset()]
@@ -420,7 +421,7 @@ class LooksBeforeItsTime(ObjectTier):
     [
         ("a drain and sweeps over weeks", {"tier": LooksBeforeItsTime}),
         ("a drain and sweeps over weeks", {"change": lambda patch: patch.setattr(object_tier, "KEPT", -1)}),
-        ("two drains and a sweeper", {"change": without_fences(object_tier)}),
+        pytest.param("two drains and a sweeper", {"change": without_fences(object_tier)}, marks=pytest.mark.by_hand),
     ],
     ids=["the time counts from before the look", "a fence stays for a week", "a sweep makes a fence"],
 )

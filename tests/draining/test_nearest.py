@@ -138,7 +138,9 @@ def test_a_place_that_is_absent_is_told(first: Path, tmp_path: Path, caplog: pyt
     assert f"{tmp_path / 'other'} is not there, and counts as empty" in caplog.text
 
 
-@pytest.mark.parametrize("harm", ["nothing", "missing", "data", "catalog"])
+@pytest.mark.parametrize(
+    "harm", ["data", *(pytest.param(harm, marks=pytest.mark.by_hand) for harm in ("nothing", "missing", "catalog"))]
+)
 def test_ranks_take_their_own_containers_from_their_own_places(tmp_path: Path, ranks: Any, harm: str) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     ranks(2, RANKS, str(first), str(second), "save")

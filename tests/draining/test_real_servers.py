@@ -170,6 +170,7 @@ def test_two_ranks_drain_and_restore(
     assert equal(ds.load(tmp_path / "fetched")["model"], whole(3))
 
 
+@pytest.mark.by_hand
 def test_two_ranks_whose_first_tier_is_a_bucket(bucket: Location, tmp_path: Path, ranks: Any) -> None:
     near, far, disk = f"{bucket}/near", f"{bucket}/far", tmp_path / "disk"
     ranks(2, SCRIPT, near, 0, "1,2", far, disk)

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, LARGE_RECORD, PAGE
@@ -97,6 +97,7 @@ def carry_out(partial: PartialPlan, base: bytes, literal: bytes, old: list[bytes
     return made
 
 
+@settings(max_examples=60)
 @given(st.lists(SIZES, max_size=9), st.data(), st.sampled_from([0, 1, 2, MOST_RANGES]))
 def test_it_makes_the_new_file_over_the_old_one(sizes: list[int], data: st.DataObject, most: int) -> None:
     plan = plan_of(sizes)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import datastates as ds
@@ -236,6 +236,7 @@ def test_arrays_of_numpy_come_apart_as_with_torch_load(way: Any, tmp_path: Path)
 VIEW = st.tuples(st.integers(0, 2), st.integers(0, 19), st.integers(1, 12), st.integers(1, 3), st.booleans())
 
 
+@settings(max_examples=50)
 @given(st.lists(VIEW, min_size=1, max_size=8))
 def test_random_views_of_three_buffers(tmp_path_factory: pytest.TempPathFactory, views: Any) -> None:
     buffers = [torch.tensor(NUMBERS[:20], dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int16)]
