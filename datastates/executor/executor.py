@@ -18,6 +18,7 @@ from datastates.errors import ClosedError
 from datastates.executor.handed import Handed, Uploads
 from datastates.executor.jobs import HashJob, ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
+from datastates.planning.write import plan_dense_write
 from datastates.state.shards import Buffer
 from datastates.storage.location import Location
 from datastates.storage.stores import store_of
@@ -163,6 +164,19 @@ class Executor:
         handed = None if store.traits.has_files else Handed(store, path)
         job = self._core().submit_read(handed or _opened(path), _prepare_read(plan), *dests)
         return ReadJob(job, plan, name_record, handed)
+
+    def submit_digests(self, replicas: tuple[ReplicaRanges, U64]) -> WriteJob:
+        """Start to take the digests of memory that several ranks hold. Nothing is written: abort the job at its end.
+
+        Args:
+            replicas: As for :meth:`submit_write`.
+
+        Raises:
+            DeviceError: A kernel cannot be started, or a source's stream is being captured.
+        """
+        none = np.zeros(0, np.uint64)
+        plan = prepare_write(plan_dense_write(none, [], 0, self.block), b"")
+        return self.submit_write(None, plan, columns([]), np.zeros(0, np.uint8), replicas)
 
     def submit_hash(self, sources: Columns, nbytes: U64) -> HashJob:
         """Start to take a hash of 128 bits of each chunk of 256 KiB of some memory, where it lies.

@@ -14,8 +14,7 @@ from datastates.commit.claims import PRIME, claims_of, describe_conflicts
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.container.table import ShardTable, table_of
 from datastates.errors import CommitError, TornSnapshotError
-from datastates.executor.executor import Executor, columns, prepare_write
-from datastates.planning.write import plan_dense_write
+from datastates.executor.executor import Executor
 from datastates.saving.collect import Collected
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.running import _serialize
@@ -107,10 +106,7 @@ def describe(executor: Executor, collected: Collected, ranks: int) -> Described:
     replicas, addresses = structure.replicas, collected.places.replicas
     found = None
     if replicas is not None and addresses is not None:
-        none = np.zeros(0, np.uint64)
-        plan = prepare_write(plan_dense_write(none, [], 0, executor.block), b"")
-        witness = np.zeros(0, np.uint8)
-        job = executor.submit_write(None, plan, columns([]), witness, (replicas.ranges, addresses))
+        job = executor.submit_digests((replicas.ranges, addresses))
         try:
             job.wait_captured()
             digests, unmapped = job.replica_digests()

@@ -19,7 +19,7 @@ from datastates.container.index import Hashes
 from datastates.container.partial_records import as_hashes, chunk_records, hashes_of, same_places
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Columns
-from datastates.executor.jobs import NOTHING, HashJob, Recorded, recorded
+from datastates.executor.jobs import NOTHING, HashJob, Recorded, WriteJob, recorded
 from datastates.planning import write
 from datastates.saving.bases import Base, Bases
 from datastates.saving.container_frame import ContainerFrame
@@ -50,6 +50,7 @@ class IncrementalRunning(Running):
     bases: Bases = field(kw_only=True)
     _columns: Columns | None = None
     _copies: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    _digesting: WriteJob | None = None
     _hashing: HashJob | None = None
     _hashes: U8 | None = None
     _watched: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -68,6 +69,9 @@ class IncrementalRunning(Running):
         self._columns, self._copies = _with_copies(structure, self.collected.places.columns)
         if self.bases.watch is not None:
             self._ticket, self._stepped = self.bases.watch.stepped()
+        replicas, addresses = structure.replicas, self.collected.places.replicas
+        if replicas is not None and addresses is not None:
+            self._digesting = self.executor.submit_digests((replicas.ranges, addresses))
         self._hashing = self.executor.submit_hash(self._columns, self.planned.frame.plan.source_nbytes)
         self._look_first()
         attach(self.snapshot, self.gate, self._figures, self._recorded)
@@ -153,14 +157,10 @@ class IncrementalRunning(Running):
         return changed
 
     def _begin_to_capture(self) -> None:
-        structure, places = self.collected.structure, self.collected.places
         prepared = self.planned.prepared if self._part is None else self._part.prepared
-        replicas = None
-        if structure.replicas is not None and places.replicas is not None:
-            replicas = structure.replicas.ranges, places.replicas
         columns, nbytes = self._written()
         unwatched = np.zeros(len(nbytes), np.uint8)  # they are hashed again
-        self._job = self.executor.submit_write(self.ending.path, prepared, columns, unwatched, replicas)
+        self._job = self.executor.submit_write(self.ending.path, prepared, columns, unwatched)
 
     def _written(self) -> tuple[Columns, U64]:
         """The memory that is captured: its place, and its lengths.
@@ -200,6 +200,8 @@ class IncrementalRunning(Running):
 
     def _pass(self) -> None:
         self._submitted.wait()
+        if self._digesting is not None:
+            self._digesting.wait_captured()
         if self._job is not None:
             self._look_again()
             super()._pass()
@@ -223,6 +225,11 @@ class IncrementalRunning(Running):
             | (torn if self._part is None else {int(self._part.source[i]) for i in torn})
         )
 
+    def _replica_digests(self) -> tuple[U64, list[int]]:
+        assert self._digesting is not None
+        self._digesting.wait_captured()
+        return self._digesting.replica_digests()
+
     def _checksums(self) -> tuple[Checksums, Hashes | None]:
         assert self._hashes is not None
         frame = self.planned.frame
@@ -242,6 +249,8 @@ class IncrementalRunning(Running):
 
     def _let_go(self) -> None:
         super()._let_go()
+        if self._digesting is not None:
+            self._digesting.abort()
         self._tail, self._copies = None, []
 
     def _figures(self) -> dict[str, Any]:
@@ -266,14 +275,11 @@ def _with_copies(structure: Structure, columns: Columns) -> tuple[Columns, list[
 
 
 def is_possible(structure: Structure, most: int) -> bool:
-    """Whether a state can be saved so: what must be copied in the call is in host memory, and no more than ``most``.
-
-    Of replicated arrays the copies would have to be compared.
-    """
+    """Whether a state can be saved so: what must be copied in the call is in host memory, and no more than ``most``."""
     eager = [i for i, one in enumerate(structure.eager) if one]
     nbytes = sum(structure.buffers[i].nbytes for i in eager)
     is_here = all(structure.columns[1][i] < 0 for i in eager)
-    return is_here and nbytes <= most and not (eager and structure.replicas is not None)
+    return is_here and nbytes <= most
 
 
 def _share(part: PartialContainer, path: Location) -> bool:

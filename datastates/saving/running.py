@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from datastates._base.columns import U64
 from datastates._base.waiting import Flag
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
@@ -250,7 +251,7 @@ class Running:
                     changed.add(structure.key(i))
         changed.update(self.witness.lost())
         if (replicas := self.collected.structure.replicas) is not None:
-            digests, unmapped = self.job.replica_digests()
+            digests, unmapped = self._replica_digests()
             changed.update(self.collected.structure.key(int(replicas.row[i])) for i in unmapped)
             self.replicas = replicas.digests(digests)
         if changed:
@@ -261,6 +262,10 @@ class Running:
     def _torn(self) -> set[int]:
         """The sources whose memory changed before it was captured."""
         return set(self.job.torn())
+
+    def _replica_digests(self) -> tuple[U64, list[int]]:
+        """The digests of the replicas, and the numbers of those whose memory was unmapped."""
+        return self.job.replica_digests()
 
     def _checksums(self) -> tuple[Checksums, Hashes | None]:
         """The checksums of the file's arrays, and the hashes of its chunks if there are any."""

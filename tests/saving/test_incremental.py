@@ -23,7 +23,7 @@ from datastates.config import Options
 from datastates.container.file import open_container
 from datastates.errors import DatastatesError, SettingsError, TornSnapshotError
 from datastates.executor.executor import Executor
-from datastates.providers import HostTensorProvider, from_state_dict
+from datastates.providers import HostTensorProvider, ReplicatedProvider, from_state_dict
 from datastates.saving import incremental
 from datastates.storage import Location
 from datastates.storage.local_files import LocalWriter
@@ -439,6 +439,37 @@ def test_two_ranks_share_each_with_their_own(tmp_path: Path) -> None:
             expected = whole[number] + step * torch.eye(1, 200_000)[0]
             assert torch.equal(found[f"state{number}"]["mine"], expected)
             assert torch.equal(found[f"state{number}"]["alike"], replicated)
+
+
+def test_what_ranks_hold_alike_is_compared_as_it_was_in_the_call(tmp_path: Path) -> None:
+    frozen = torch.randn(900_000)
+    why: dict[tuple[int, int], str] = {}
+
+    def rank(number: int) -> None:
+        alike = {"steps": np.zeros(50), "frozen": frozen, "weights": torch.zeros(100_000)}
+        provider = ReplicatedProvider(from_state_dict("alike", alike))
+        options: Options = {"rank": number, "world_size": 2, "incremental": True}
+        with ds.Checkpointer(tmp_path, **options) as checkpointer:
+            for step in range(3):
+                alike["steps"][:] = alike["weights"][:] = step
+                snapshot = checkpointer.snapshot([provider], step=step)
+                alike["steps"][:] = -number  # it is no array that the snapshot waits for
+                snapshot.wait_committed()
+                why[number, step] = snapshot.report.executor["in_full"]
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(why) == 6
+    holders = {number for (number, step), text in why.items() if step == 2 and text == ""}
+    assert holders, why
+    for step in range(3):
+        found = ds.load(tmp_path, step=step)["alike"]
+        assert torch.equal(found["frozen"], frozen)
+        assert (found["steps"] == step).all()
+        assert (found["weights"] == step).all()
 
 
 KEYS = ["a", "b", "c", "d"]
