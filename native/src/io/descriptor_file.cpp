@@ -249,13 +249,16 @@ void DescriptorFile::write_all(std::span<const std::byte> data, std::uint64_t of
     if (!completion.ok()) throw io_error(completion, request);
 }
 
-void DescriptorFile::close_written(std::uint64_t length) {
+void DescriptorFile::close_written(std::uint64_t length, bool trim) {
     if (const std::uint64_t found = size(); found != length) {
         throw Error(ErrorCode::io, EIO, "write", path_,
                     "write " + path_ + ": the file has " + std::to_string(found) + " bytes after " +
                         std::to_string(length) +
                         " were written and synced: its file system does not keep files as they "
                         "are written. Mount it with other options, or save to another one");
+    }
+    if (trim && ::ftruncate(buffered_.get(), static_cast<off_t>(length)) != 0) {
+        throw Error::io(errno, "truncate", path_);
     }
     memory_.reset();
     int error = fault::hit_error(fault::Point::close);

@@ -14,7 +14,9 @@ constexpr std::uint64_t kAllocationStep = std::uint64_t{256} << 20;
 
 void NewFile::allocate(bool by_mapping, const std::atomic<bool>& stopped) {
     if (!file_->traits().in_memory) {
-        for (const auto& [offset, length] : plan_.stretches()) file_->allocate(offset, length);
+        for (const auto& [offset, length] : plan_.stretches()) {
+            allocated_ = file_->allocate(offset, length) || allocated_;
+        }
     } else if (by_mapping && !plan_.has_gaps() && allocate_memory(stopped)) {
         file_->map(plan_.file_length());
     }
@@ -37,7 +39,7 @@ void NewFile::finish(std::span<const std::byte> tail, Timeline& timeline) {
     timeline.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
     const auto start = Clock::now();
     file_->sync();
-    file_->close_written(length + tail.size());
+    file_->close_written(length + tail.size(), allocated_);
     timeline.add(Stage::sync, 0, start, plan_.bytes() + tail.size());
 }
 

@@ -72,7 +72,9 @@ class DescriptorFile final : public File {
     void write_all(std::span<const std::byte> data, std::uint64_t offset);
     /// Closes a file that was written and synced. Throws Error "io" where it does not have the
     /// `length` that was written, or where the file system tells only now that it lost something.
-    void close_written(std::uint64_t length);
+    /// `trim`: gives back what is allocated behind the end. XFS allocates as much again as a file
+    /// has when something is appended, and keeps that where allocate() was called.
+    void close_written(std::uint64_t length, bool trim = false);
 
   private:
     DescriptorFile(std::string path, int flags, bool want_direct);

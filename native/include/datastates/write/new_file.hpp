@@ -48,6 +48,7 @@ class NewFile {
     const WritePlan& plan_;
     std::unique_ptr<DescriptorFile> file_;
     std::vector<std::byte> residual_;
+    bool allocated_ = false;
 };
 
 }  // namespace datastates
