@@ -248,9 +248,9 @@ class IncrementalRunning(Running):
         self.bases.committed(base, shares=self._part is not None)
 
     def _let_go(self) -> None:
-        super()._let_go()
         if self._digesting is not None:
             self._digesting.abort()
+        super()._let_go()
         self._tail, self._copies = None, []
 
     def _figures(self) -> dict[str, Any]:

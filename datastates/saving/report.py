@@ -36,7 +36,7 @@ class Report:
         stages: By the name of a stage, the sums of its finished work; see :class:`~datastates.executor.timeline.Stage`.
         executor: Figures of the native core; empty until the writing has begun. The keys are:
 
-            - ``bytes``: length of the container in bytes; until it is persisted, without its metadata at the end.
+            - ``bytes``: bytes that are written to the container; until it is persisted, without its metadata.
             - ``extents``: number of extents that the container's data is written in.
             - ``capture_seconds``: seconds from handing the arrays to the native core until all were captured; 0 before.
             - ``backend``, ``direct``: the same as the attributes of this object.

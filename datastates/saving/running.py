@@ -172,7 +172,8 @@ class Running:
             self._pass()
         except Exception as error:
             self.cause = error  # before the job is stopped: run() notices the stop
-            self.job.abort()
+            if self._job is not None:
+                self._job.abort()
             fail(self.snapshot, error)
 
     def _pass(self) -> None:

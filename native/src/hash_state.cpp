@@ -60,6 +60,7 @@ void HashState::launch(CopyEngines& engines) {
     for (auto& [device, numbers] : places_) {
         if (device == kHost) continue;
         std::erase_if(numbers, [&](std::size_t chunk) { return lost_.contains(source_of(chunk)); });
+        if (numbers.empty()) continue;
         std::vector<hash::DeviceChunk> chunks;
         chunks.reserve(numbers.size());
         for (const std::size_t number : numbers) chunks.push_back(chunks_[number]);

@@ -89,3 +89,6 @@ def test_memory_that_is_gone_is_told_and_the_rest_is_hashed(executor: Executor) 
     assert job.wait(60)
     assert job.lost == [0, 2]
     assert job.hashes[4:-1].tobytes() == _expected([data])
+    job = executor.submit_hash((address[:1], np.zeros(1, np.int32), np.zeros(1, np.uint64)), nbytes[:1])
+    assert job.wait(60)
+    assert job.lost == [0]

@@ -21,7 +21,7 @@ from datastates import _native
 from datastates.commit.carry import every
 from datastates.config import Options
 from datastates.container.file import open_container
-from datastates.errors import DatastatesError, SettingsError, TornSnapshotError
+from datastates.errors import CommitError, DatastatesError, DeviceError, SettingsError, TornSnapshotError
 from datastates.executor.executor import Executor
 from datastates.providers import HostTensorProvider, ReplicatedProvider, from_state_dict
 from datastates.saving import incremental
@@ -198,6 +198,47 @@ def test_a_change_before_the_hashes_are_taken_is_found(tmp_path: Path, monkeypat
         assert found.value.keys == ["state/large"]
         save(checkpointer, state, 2)
     assert_whole(tmp_path, {2: state})
+
+
+class Failing:
+    """A job whose device has failed."""
+
+    def wait(self) -> None:
+        raise DeviceError("the device has failed")
+
+    wait_captured = wait
+
+    def abort(self) -> None:
+        pass
+
+
+def test_where_nothing_can_be_hashed_the_snapshot_fails_and_not_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    monkeypatch.setattr(Executor, "submit_hash", lambda *arguments: Late(begun, Failing))
+    monkeypatch.setattr(Executor, "submit_digests", lambda *arguments: Failing())
+    updated = []
+
+    def rank(number: int) -> None:
+        state = {"kept": torch.zeros(5_000_000)}
+        provider = ReplicatedProvider(from_state_dict("state", state))
+        options: Options = {"rank": number, "world_size": 2, "incremental": True, "on_error": "warn"}
+        with ds.Checkpointer(tmp_path, **options) as checkpointer:
+            snapshot = checkpointer.snapshot([provider], step=1)
+            begun.set()
+            with checkpointer.gate():
+                state["kept"] += 1
+            with pytest.raises((DeviceError, CommitError), match="the device has failed"):
+                snapshot.wait_committed()
+            updated.append(number)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(updated) == [0, 1]
 
 
 def test_memory_that_is_gone_fails_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
