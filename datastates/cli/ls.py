@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from datastates._base.tasks import each
 from datastates.cli.arguments import as_location, as_seconds
-from datastates.cli.output import as_size, complain, flush, print_json, print_table, printable, say
-from datastates.cli.sharing import added_nbytes
+from datastates.cli.output import WrongCallError, as_size, complain, flush, print_json, print_table, printable, say
+from datastates.cli.sharing import Shared, common_nbytes, shared_extents
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
@@ -87,6 +87,8 @@ def _look(arguments: argparse.Namespace) -> _Listing:
     path: Location = arguments.path
     seen = Seen(path)
     kind = recognise.recognise(seen)
+    if arguments.added and seen.has_manifest:
+        raise WrongCallError("--added compares the checkpoints of a directory: give that directory")
     if seen.has_manifest:
         return _Listing([_describe(path)], [], [], {})
     if kind is not None:
@@ -115,13 +117,15 @@ def _look(arguments: argparse.Namespace) -> _Listing:
 
 
 def _add_added(found: list[dict[str, Any]], path: Location) -> None:
-    """Add to each description what it adds to those before it; None for one that cannot be read."""
-    before: list[Location] = []
+    """Add to each description the bytes that no checkpoint before it has in the same place; None if unknown."""
+    before: list[Shared] = []
     for entry in found:
         entry["added"] = None
         with contextlib.suppress(DatastatesError):
-            entry["added"] = added_nbytes(path / entry["name"], before)
-            before.append(path / entry["name"])
+            if (known := shared_extents(path / entry["name"])) is not None:
+                shared, nbytes = known
+                entry["added"] = nbytes - common_nbytes(shared, before)
+                before.append(shared)
 
 
 def _print(listing: _Listing, arguments: argparse.Namespace) -> None:

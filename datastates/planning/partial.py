@@ -16,7 +16,7 @@ from datastates.planning.write import cut_extents
 from datastates.state.runs import pairs
 
 MOST_RANGES = 10_000
-"""Ranges that one file shares, at most. The storage takes some 20 µs for each, and updates wait meanwhile."""
+"""Ranges with data that one file shares, at most. The storage takes some 20 µs for each, and updates wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

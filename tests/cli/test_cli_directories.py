@@ -66,8 +66,8 @@ def test_what_checkpoints_share_is_told(
     places = {"80": [(0, 0, 100)], "100": [(0, 0, 100), (7, 100, 200)], "085": [(0, 0, 60), (7, 100, 180)]}
 
     def extents(self: LocalStore, path: Location) -> list[Extent]:
-        found = next(found for step, found in places.items() if path.parent.name.endswith(step))
-        return [Extent((1, shift), begin, end) for shift, begin, end in found if path.name == CONTAINER]
+        found = next(found for step, found in places.items() if Path(path).resolve().parent.name.endswith(step))
+        return [Extent((1, shift), begin, end, True) for shift, begin, end in found if path.name == CONTAINER]
 
     monkeypatch.setattr(LocalStore, "extents", extents)
     found = run_json(capsys, "ls", root, "--added")[1]["checkpoints"]
@@ -77,6 +77,9 @@ def test_what_checkpoints_share_is_told(
     assert len(lines) == 3
     assert run_json(capsys, "inspect", root, "--step", "100")[1]["shared"] == {"80": 100, "85": 140}
     assert "shares 140 B with step 85, 100 B with step 80\n" in run(capsys, "inspect", root, "--step", "100")[1]
+    (root / "latest").symlink_to("step-00000100")
+    assert run_json(capsys, "inspect", root / "latest")[1]["shared"] == {"80": 100, "85": 140}
+    assert run(capsys, "ls", root / "step-00000080", "--added") == (2, "")
     (root / "step-00000080" / "manifest.json").write_bytes(b"damaged")
     found = run_json(capsys, "ls", root, "--added")[1]["checkpoints"]
     assert [one["added"] is None for one in found] == [True, False, False]

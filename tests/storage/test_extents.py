@@ -21,11 +21,11 @@ DISKS = st.tuples(st.integers(0, 1), st.sampled_from([0, 7]))
 @st.composite
 def files(draw: st.DrawFn) -> list[Extent]:
     cuts = sorted(draw(st.sets(st.integers(0, 40), max_size=12)))
-    return [Extent(draw(DISKS), begin, end) for begin, end in pairwise(cuts) if draw(st.booleans())]
+    return [Extent(draw(DISKS), begin, end, True) for begin, end in pairwise(cuts) if draw(st.booleans())]
 
 
 def bytes_of(file: list[Extent]) -> set[tuple[tuple[int, int], int]]:
-    return {(disk, at) for disk, begin, end in file for at in range(begin, end)}
+    return {(disk, at) for disk, begin, end, _ in file for at in range(begin, end)}
 
 
 @given(files(), st.lists(files(), max_size=4))
@@ -44,7 +44,7 @@ def test_the_extents_of_a_real_file(tmp_path: Path) -> None:
     extents = store.extents(file)
     if extents is None:
         pytest.skip("this file system does not tell where files lie")
-    assert sum(end - begin for _, begin, end in extents) == 1_000_001
+    assert sum(end - begin for _, begin, end, _ in extents) == 1_000_001
     assert shared_nbytes(extents, [store.extents(linked) or []]) == 1_000_001
     assert shared_nbytes(extents, [store.extents(copied) or []]) == 0
     with pytest.raises(StorageError, match="none"):
