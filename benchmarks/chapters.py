@@ -263,6 +263,22 @@ CHAPTERS = {
             _CALL,
         ),
     ),
+    "lora": Chapter(
+        "LoRA over a frozen base",
+        "{bytes}, of which {changing} change",
+        "A save, and at once an iteration that changes adapters and moments. *Waits* is what both take beyond an "
+        "iteration alone; a longer forward and backward would hide a wait at the gate. *Fuller* is the file system, "
+        "after all is synced; *written* is what datastates reports. *Incremental* needs a file system that shares "
+        "ranges of files: here it is XFS. Orbax gets NumPy's arrays. Memory is the largest resident set of a process "
+        "of its own during three saves, less the one before them; one process each.",
+        (
+            Figure("written, MB", _times("written", 1e-6)),
+            Figure("file system fuller by, MB", _times("used", 1e-6)),
+            Figure("until durable, s", _times("durable")),
+            Figure("training waits, s", _times("waits")),
+            _ABOVE,
+        ),
+    ),
     "cadence": Chapter(
         "How often to save",
         "{bytes}, {failures} failures",

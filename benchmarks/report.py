@@ -33,6 +33,7 @@ MACHINES = {
         "cpu-export",
         "cpu-meshes",
         "cpu-cadence",
+        "cpu-lora",
     ),
     "CPU machine, with and without io_uring": ("cpu-pwrite",),
 }
@@ -128,7 +129,7 @@ def rows_of(about: Chapter, benchmark: Benchmark, name: str, link: str) -> Itera
         link: Leads to the samples.
     """
     anchor = re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-")
-    sizes = ("bytes", "large", "host_cache")
+    sizes = ("bytes", "changing", "large", "host_cache")
     numbers = {name: _size(n) if name in sizes else f"{n:,}" for name, n in benchmark["parameters"].items()}
     title = f'<a id="{anchor}"></a>' + f"**{about.title}**, {about.of.format(**numbers)}, {link}<br>"
     for layout in dict.fromkeys(_parts(about, row)[1] for row in benchmark["samples"]):

@@ -23,6 +23,7 @@ import export
 import files
 import index
 import loading
+import lora
 import machine
 import memory
 import ranks
@@ -75,6 +76,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "reshard-large": partial(reshard.run, large=True),
         "meshes": _meshes,
         "cadence": cadence.run,
+        "lora": lora.run,
     },
     "gpu": {
         "capture": capture.run,

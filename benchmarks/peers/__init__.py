@@ -17,6 +17,7 @@ __all__ = ["Pending", "Roster", "System", "class_of", "is_peer"]
 _CLASSES = {
     "datastates": "datastates_peer:Datastates",
     "datastates with pwrite": "datastates_peer:DatastatesWithPwrite",
+    "datastates incremental": "datastates_peer:DatastatesIncremental",
     "datastates with device_cache": "datastates_peer:DatastatesWithDeviceCache",
     "datastates through DCP": "dcp_adapter_peer:DatastatesThroughDcp",
     "datastates from a bucket": "bucket_peers:Datastates",
@@ -27,6 +28,7 @@ _CLASSES = {
     "safetensors": "safetensors_peer:Safetensors",
     "DCP": "dcp_peer:Dcp",
     "DCP async": "dcp_peer:DcpAsync",
+    "Orbax": "orbax_peer:Orbax",
     "TorchSnapshot": "torchsnapshot_peer:TorchSnapshot",
     "torch_checkpointing": "torch_checkpointing_peer:TorchCheckpointing",
     "torch_checkpointing async": "torch_checkpointing_peer:TorchCheckpointingAsync",

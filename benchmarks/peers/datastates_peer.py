@@ -30,8 +30,13 @@ class Datastates(System):
 
     def save_async(self, state: State) -> Pending:
         step = next(self._numbers)
-        snapshot = self._checkpointer.snapshot(self._providers_of(state), step=step)
-        return Pending(self.directory / f"step-{step:08d}", snapshot.wait_committed)
+        self._last = self._checkpointer.snapshot(self._providers_of(state), step=step)
+        return Pending(self.directory / f"step-{step:08d}", self._last.wait_committed)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The native core's figures of the last save."""
+        return self._last.report.executor
 
     def restore(self, path: Path, state: State) -> None:
         self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
@@ -55,6 +60,13 @@ class DatastatesWithPwrite(Datastates):
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, io_backend="pwrite", **options)
+
+
+class DatastatesIncremental(Datastates):
+    """datastates that writes only what has changed since its last save."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, incremental=True, **options)
 
 
 class DatastatesWithDeviceCache(Datastates):
