@@ -28,7 +28,7 @@ def test_the_script_has_the_form(script: Path) -> None:
     )
     assert "datastates" not in text  # the findings are about other software
     assert re.search(r"^trap '.*rm -rf \"\$place\"' EXIT$", program, re.M)
-    assert re.search(r"__version__|\bversion\(|--version", program)
+    assert re.search(r"__version__|\bversion\(|--version|mkfs\.xfs -V", program)
     python = re.findall(r"^cat > (\w+\.py) <<'EOF'\n(.*?)^EOF$", program, re.M | re.S)
     assert "case.py" in dict(python)
     for name, source in python:
