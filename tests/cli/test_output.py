@@ -65,7 +65,7 @@ def shell(
     )
 
 
-@pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.long)])
+@pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["ls", "inspect", pytest.param("verify", marks=pytest.mark.long)])
 def test_no_place_to_print_to_ends_in_a_traceback(name: str, place: str, buffered: str, root: Path) -> None:
@@ -82,7 +82,7 @@ def test_no_place_to_print_to_ends_in_a_traceback(name: str, place: str, buffere
         assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.long)])
+@pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize(
     "arguments",
     first([["--help"], ["ls", "--json"], ["--version"], ["ls"], ["ls", "nowhere"]], rest=pytest.mark.by_hand),

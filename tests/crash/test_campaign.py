@@ -11,7 +11,7 @@ import pytest
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
 POWER_CUTS = Path(__file__).with_name("power_cuts.py")
-ROUNDS, CUTS = 40, 5
+ROUNDS, CUTS = 20, 3
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in (2, 3))])
 def test_killed_at_random_times_again_and_again(
     seed: int, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], audit: Callable[..., Any], resume: Any
 ) -> None:

@@ -35,7 +35,7 @@ PATIENCE = 20.0
 
 def rounds(short: int, full: int) -> pytest.MarkDecorator:
     """Run a test with a few rounds, and with all of them among the long tests."""
-    return pytest.mark.parametrize("rounds", [short, pytest.param(full, marks=pytest.mark.long)])
+    return pytest.mark.parametrize("rounds", [short, pytest.param(full, marks=pytest.mark.by_hand)])
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
         assert_holds(path, step)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("rounds", [100])
 def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, tmp_path: Path) -> None:
     def once(step: int) -> None:
@@ -166,7 +166,7 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, t
     assert_in_use(before)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("rounds", [60])
 def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     def once(step: int) -> None:
@@ -184,7 +184,7 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backe
     assert list(newest.committed(tier_of(tmp_path))) == [rounds - 2, rounds - 1]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
 def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool, tmp_path: Path) -> None:
     before = in_use_at_first()
