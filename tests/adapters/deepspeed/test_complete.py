@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short import first
 
 
 @pytest.mark.long
@@ -139,7 +140,7 @@ ENDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", first(ENDS, rest=pytest.mark.by_hand))
 def test_a_script_that_ends(train: Any, tmp_path: Path, how: str) -> None:
     action, code = ENDS[how]
     done = train(
