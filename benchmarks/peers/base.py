@@ -69,3 +69,16 @@ class System(ABC):
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give threads, processes and memory back."""
+
+
+class AsyncSystem(System):
+    """A system whose save is an asynchronous one that is waited for."""
+
+    def save(self, state: State) -> Path:
+        pending = self.save_async(state)
+        pending.wait()
+        return pending.path
+
+    @abstractmethod
+    def save_async(self, state: State) -> Pending:
+        """Begin to save, and return as early as the system can."""

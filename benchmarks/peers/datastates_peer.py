@@ -8,11 +8,11 @@ from typing import Any
 import datastates as ds
 from datastates.providers import from_state_dict, from_stateful
 from datastates.state.provider import StateProvider
-from peers.base import Pending, System
+from peers.base import AsyncSystem, Pending
 from states import State
 
 
-class Datastates(System):
+class Datastates(AsyncSystem):
     """One Checkpointer, as in a training loop. It gates torch's optimizers itself, so ``gate`` does nothing."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
@@ -22,11 +22,6 @@ class Datastates(System):
         self._checkpointer = ds.Checkpointer(directory, **options)
         self._state: State | None = None
         self._providers: list[StateProvider] = []
-
-    def save(self, state: State) -> Path:
-        pending = self.save_async(state)
-        pending.wait()
-        return pending.path
 
     def save_async(self, state: State) -> Pending:
         step = next(self._numbers)

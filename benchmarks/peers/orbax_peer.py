@@ -9,11 +9,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import torch
 
-from peers.base import Pending, System, fsync_tree
+from peers.base import AsyncSystem, Pending, fsync_tree
 from states import State, plain, tensors
 
 
-class Orbax(System):
+class Orbax(AsyncSystem):
     """``AsyncCheckpointer`` with its handler of trees. It copies the arrays within the call, so nothing is gated."""
 
     settings = "AsyncCheckpointer, use_ocdbt=True, use_zarr3=True, no compression; tensors only; then fsync"
@@ -22,11 +22,6 @@ class Orbax(System):
         super().__init__(directory)
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler)
-
-    def save(self, state: State) -> Path:
-        pending = self.save_async(state)
-        pending.wait()
-        return pending.path
 
     def save_async(self, state: State) -> Pending:
         path = self.next_path()

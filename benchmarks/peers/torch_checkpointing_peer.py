@@ -12,14 +12,14 @@ from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpoin
 from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-from peers.base import Pending, System, fsync_tree
+from peers.base import AsyncSystem, Pending, fsync_tree
 from states import State, assign, plain
 
 _THREADS = 4
 """Files written at the same time. The state has one file for each of its names."""
 
 
-class TorchCheckpointing(System):
+class TorchCheckpointing(AsyncSystem):
     """``CheckpointManager`` that saves within the call.
 
     It has ``use_direct_io=False``, as its default, O_DIRECT, fails on ext4. It does not sync: an fsync follows, within
@@ -38,11 +38,6 @@ class TorchCheckpointing(System):
 
     def _saver(self) -> SyncCheckpointSaverConfig | AsyncCheckpointSaverConfig:
         return SyncCheckpointSaverConfig(writer_config=CheckpointWriterConfig(file_write_max_threads=_THREADS))
-
-    def save(self, state: State) -> Path:
-        pending = self.save_async(state)
-        pending.wait()
-        return pending.path
 
     def save_async(self, state: State) -> Pending:
         path = self.next_path()
