@@ -22,6 +22,7 @@ from datastates.reading.tensors import Metadata, TensorFile
 WHAT = "show what a checkpoint holds: keys, types, shapes, sizes, places"
 
 _MOST_STEPS = 3
+"""Steps that share bytes, of which the number is shown."""
 _LONGEST = 80
 """Most characters that are shown of a text."""
 
@@ -83,7 +84,7 @@ def _print_shared(shared: Mapping[int, int]) -> None:
     steps = sorted(shared.items(), key=lambda item: -item[1])
     told = [f"{as_size(nbytes)} with step {step}" for step, nbytes in steps[:_MOST_STEPS]]
     if told:
-        more = f", and less with {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+        more = f", some with {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
         say(f"shares {', '.join(told)}{more}")
 
 

@@ -87,7 +87,7 @@ def _look(arguments: argparse.Namespace) -> _Listing:
     path: Location = arguments.path
     seen = Seen(path)
     kind = recognise.recognise(seen)
-    if arguments.added and seen.has_manifest:
+    if arguments.added and kind is not None:
         raise WrongCallError("--added compares the checkpoints of a directory: give that directory")
     if seen.has_manifest:
         return _Listing([_describe(path)], [], [], {})

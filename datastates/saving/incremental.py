@@ -219,11 +219,9 @@ class IncrementalRunning(Running):
     def _torn(self) -> set[int]:
         self._look_again()
         torn = super()._torn()
-        return (
-            self._rewritten
-            | self._found["torn"]
-            | (torn if self._part is None else {int(self._part.source[i]) for i in torn})
-        )
+        if self._part is not None:
+            torn = {int(self._part.source[i]) for i in torn}
+        return torn | self._rewritten | self._found["torn"]
 
     def _replica_digests(self) -> tuple[U64, list[int]]:
         assert self._digesting is not None

@@ -37,9 +37,8 @@ def extents_of(fd: int) -> list[Extent] | None:
             begin, place, nbytes, _, _, flags, *_ = _EXTENT.unpack_from(data, _HEAD.size + i * _EXTENT.size)
             at = begin + nbytes
             if not flags & _NOWHERE:
-                found.append(
-                    Extent((looked.st_dev, place - begin), begin, min(at, looked.st_size), bool(flags & _SHARED))
-                )
+                disk, end = (looked.st_dev, place - begin), min(at, looked.st_size)
+                found.append(Extent(disk, begin, end, bool(flags & _SHARED)))
             if flags & _LAST:
                 return found
         if not count:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def save(checkpointer: ds.Checkpointer, state: dict[str, Any], step: int) -> dic
     snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=step)
     snapshot.wait_committed()
     return snapshot.report.executor
+
+
+def as_two_ranks(rank: Callable[[int], None]) -> None:
+    """Call a function with the number of each rank, on threads of their own; raises what one of them raises."""
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(rank, number) for number in range(2)]:
+            done.result(60)
 
 
 def test_only_what_differs_is_written(tmp_path: Path) -> None:
@@ -233,11 +241,7 @@ def test_where_nothing_can_be_hashed_the_snapshot_fails_and_not_the_update(
                 snapshot.wait_committed()
             updated.append(number)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    as_two_ranks(rank)
     assert sorted(updated) == [0, 1]
 
 
@@ -467,11 +471,7 @@ def test_two_ranks_share_each_with_their_own(tmp_path: Path) -> None:
                 snapshot.wait_committed()
                 reports[number, step] = snapshot.report.executor
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    as_two_ranks(rank)
     assert len(reports) == 6
     assert all((report["in_full"] == "") == (step > 0) for (_, step), report in reports.items())
     for step in range(3):
@@ -498,11 +498,7 @@ def test_what_ranks_hold_alike_is_compared_as_it_was_in_the_call(tmp_path: Path)
                 snapshot.wait_committed()
                 why[number, step] = snapshot.report.executor["in_full"]
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    as_two_ranks(rank)
     assert len(why) == 6
     holders = {number for (number, step), text in why.items() if step == 2 and text == ""}
     assert holders, why

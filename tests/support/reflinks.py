@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
+from unittest import mock
 
 FICLONERANGE = 0x4020940D
 PAGE = 4096
@@ -19,7 +21,7 @@ def clone(target: int, operation: int, where: bytes) -> int:
     assert operation == FICLONERANGE
     size = os.fstat(source).st_size
     if offset % PAGE or at % PAGE or (nbytes % PAGE and offset + nbytes != size) or offset + nbytes > size:
-        raise OSError(22, "not whole pages of the file")
+        raise OSError(errno.EINVAL, "not whole pages of the file")
     with open(f"/proc/self/fd/{target}", "r+b") as written:
         os.pwrite(written.fileno(), os.pread(source, nbytes, offset), at)
     ranges.append((offset, nbytes))
@@ -28,4 +30,4 @@ def clone(target: int, operation: int, where: bytes) -> int:
 
 def emulate() -> None:
     """Let all files of this process share ranges so from now on."""
-    fcntl.ioctl = clone  # type: ignore[assignment]
+    mock.patch.object(fcntl, "ioctl", clone).start()
