@@ -100,6 +100,7 @@ def read(file: Path) -> Any:
     return torch.load(file, weights_only=False) if is_torchs else file.read_bytes()
 
 
+@pytest.mark.long
 def test_each_goes_on_bit_for_bit_from_what_the_other_saved(make: Make) -> None:
     ends, both = [], (make("stock", lazy=False), make("ours"))
     for one in both:
@@ -363,7 +364,7 @@ FAULTS = {
     "accelerate": ["store.sync_directory=kill@4", "write=kill@20", "sync=kill@3"],
     "transformers": ["sync=kill@3", "write=kill@14", "store.sync_directory=kill@2", "store.rename=kill@2"],
 }
-KILLED = [case for name in FAULTS for case in short.first([(name, f) for f in FAULTS[name]], rest=pytest.mark.by_hand)]
+KILLED = short.first([(name, fault) for name in FAULTS for fault in FAULTS[name]], rest=pytest.mark.by_hand)
 SEVERAL = {
     "accelerate, DDP": ("accelerate/training.py",),
     "accelerate, FSDP2": ("accelerate/training.py", "fsdp2"),
@@ -407,7 +408,7 @@ def test_killed_in_a_save_it_resumes_bit_for_bit(name: str, fault: str, ranks: A
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", SEVERAL)
+@pytest.mark.parametrize("program", short.first(reversed(SEVERAL), rest=pytest.mark.by_hand))
 def test_several_ranks_save_one_folder_and_each_loads_the_others(
     program: str, ranks: Any, said: Any, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from framework_loops import LOOPS, Loop
+from short import first
 
 from datastates.cli.commands import main
 from datastates.draining.copies import Copies
@@ -71,6 +72,7 @@ def copies(place: str) -> list[str]:
     return sorted(copy.name for copy in Copies(Location(place)).every().values())
 
 
+@pytest.mark.long
 def test_the_disk_is_lost_and_the_bucket_alone_resumes(make: Make, bucket: str) -> None:
     ends = []
     for name, options in (("stock", {"lazy": False}), ("ours", {"tiers": {"path": bucket, "keep_last": 1}})):
@@ -185,7 +187,7 @@ NEEDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", first(sorted(path.stem for path in EXAMPLES.glob("*.py")), rest=pytest.mark.by_hand))
 def test_the_examples_resume_from_the_bucket_alone(name: str, ranks: Any, tmp_path: Path, bucket: str) -> None:
     pytest.importorskip(NEEDS[name])
 

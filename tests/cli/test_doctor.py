@@ -60,6 +60,7 @@ def moto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield importlib.import_module("boto3").client("s3")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [

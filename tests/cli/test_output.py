@@ -65,6 +65,7 @@ def shell(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["ls", "inspect", pytest.param("verify", marks=pytest.mark.long)])
@@ -96,6 +97,7 @@ def test_help_and_wrong_calls_end_in_no_traceback(arguments: list[object], buffe
         assert done.returncode in ((0,) if printed else (1, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("buffered", BUFFERED)
 @pytest.mark.parametrize("both", [False, True])
 def test_a_reader_who_has_gone_ends_it_quietly(both: bool, buffered: str, root: Path) -> None:

@@ -172,6 +172,7 @@ def test_what_a_fenced_opening_writes_is_debris(tmp_path: Path) -> None:
     assert names.decode((Path(found) / LOCK).read_bytes()) == [names.Writer(1, "older", elsewhere)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [b"", b"left over", b"12 \xff\n", b"9" * 50])
 def test_a_lock_file_that_says_nothing_names_nobody(content: bytes, tmp_path: Path) -> None:
     left = written(tmp_path, ended_process())

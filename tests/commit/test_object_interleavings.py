@@ -326,6 +326,7 @@ RULES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_needed(rule: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     scene, promise, words = RULES[rule]
@@ -415,7 +416,7 @@ class LooksBeforeItsTime(ObjectTier):
         return found
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     ("scene", "words"),
     [

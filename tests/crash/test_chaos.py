@@ -24,7 +24,7 @@ def test_a_failed_resume_counts_after_a_run_that_ended_by_itself(
     assert found == {"PASS": kill.NOT_KILLED, "HARD_FAIL": "HARD_FAIL"}
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_every_kill_is_followed_by_a_resume_that_gives_the_same_result(tmp_path: Path) -> None:
     found = kill.verdicts(kill.CASES["loop"], "ours", tmp_path, points=4)
     assert {at: verdict for at, verdict in found.items() if verdict not in kill.GOOD} == {}

@@ -154,7 +154,7 @@ def providers(step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damaged", short.first([1, 0]), ids=["of rank 1", "of rank 0"])
+@pytest.mark.parametrize("damaged", short.first([1, 0], rest=pytest.mark.by_hand), ids=["of rank 1", "of rank 0"])
 def test_all_ranks_take_the_same(damaged: int, tmp_path: Path, ranks: Callable[..., Any]) -> None:
     save = """
 with ds.Checkpointer(sys.argv[1], **options) as ckpt:

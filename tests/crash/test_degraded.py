@@ -95,6 +95,7 @@ def takes_direct(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("refusal", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 @pytest.mark.parametrize("first", range(IO_URING_SETUP, IO_URING_REGISTER + 1))
 def test_under_a_containers_default_profile_a_snapshot_goes_by_pwrite(
@@ -123,6 +124,7 @@ def test_io_uring_asked_for_by_name_and_forbidden_is_an_error(tmp_path: Path, ru
     assert "Operation not permitted" in ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EPERM], ids=["EINVAL", "EPERM"])
 def test_where_o_direct_is_refused_a_snapshot_goes_through_the_page_cache(
     refusal: int, backend: str, tmp_path: Path, run: Callable[..., Any]

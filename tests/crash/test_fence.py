@@ -63,8 +63,8 @@ OF_RANK_0 = [("barrier.decide", 1), ("store.open", 1), ("store.rename", 1), ("ba
 OF_RANK_1 = [("store.mkdir", 1), ("store.sync_directory", 1), ("barrier.post", 1), ("barrier.wait", 1)]
 
 
-def mostly_long(cases: list[Any], short: list[Any]) -> list[Any]:
-    return [case if case in short else pytest.param(*case, marks=pytest.mark.long) for case in cases]
+def mostly_by_hand(cases: list[Any], short: list[Any]) -> list[Any]:
+    return [case if case in short else pytest.param(*case, marks=pytest.mark.by_hand) for case in cases]
 
 
 def wait_until_stopped(process: subprocess.Popen[str]) -> None:
@@ -102,7 +102,7 @@ def assert_untouched(root: Path, steps: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("point", "nth", "keep"),
-    mostly_long(
+    mostly_by_hand(
         [(*at, keep) for at in BEFORE for keep in (0, 1)],
         [("store.mkdir", 1, 0), ("store.sync", 1, 1), ("store.rename", 1, 1)],
     ),
@@ -122,7 +122,7 @@ def test_who_was_stopped_before_the_commit_does_not_commit(
 
 @pytest.mark.parametrize(
     ("point", "nth", "keep"),
-    mostly_long(
+    mostly_by_hand(
         [(*at, 1) for at in AFTER] + [(*at, 0) for at in AFTER[:2]],
         [("store.rename", 2, 1)],
     ),
@@ -144,7 +144,7 @@ def test_who_was_stopped_after_the_commit_deletes_nothing_of_the_new_run(
 
 @pytest.mark.parametrize(
     ("rank", "point", "nth", "keep"),
-    mostly_long(
+    mostly_by_hand(
         [(rank, *at, keep) for rank, points in ((0, OF_RANK_0), (1, OF_RANK_1)) for at in points for keep in (0, 1)],
         [(0, "store.rename", 1, 1), (1, "barrier.wait", 1, 0)],
     ),
@@ -162,7 +162,7 @@ def test_two_ranks_that_were_stopped(rank: int, point: str, nth: int, keep: int,
     assert_untouched(tmp_path, steps)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_who_only_looks_fences_nobody(tmp_path: Path) -> None:
     """As an evaluation beside the training: another process opens, restores and closes, or does not close."""
     look = PRELUDE + (

@@ -62,6 +62,7 @@ IN_THE_CHILD = {
 STEPS_OF_THE_CHILD = {"snapshot": [10], "snapshot and no close": [10], "close": [10]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("work", IN_THE_CHILD)
 def test_a_child_uses_the_inherited_checkpointer_and_ends(
     work: str, backend: str, tmp_path: Path, run: Callable[..., Any]
@@ -172,12 +173,15 @@ def test_a_child_that_forgets_an_abandoned_snapshot_goes_on(
 ) -> None:
     script = f"""
 {PRELUDE}
-import gc
+import gc, glob
 _native.arm_fault({point!r}, "delay", 60_000)
 ckpt = ds.Checkpointer(root, **OPTIONS)
 begun = ckpt.snapshot(providers(1), step=1)
+while not glob.glob(root + "/step-00000001.partial-*/rank-*"):  # its folder is locked then
+    time.sleep(0.001)
 def child():
     global begun
+    _native.clear_faults()
     begun = None
     gc.collect()
     ckpt.snapshot(providers(2), step=2).wait_committed()

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("interrupting_ranks.py")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_two_ranks_of_which_signals_interrupt_one(tmp_path: Path, ranks: Any) -> None:
     pytest.importorskip("torch")
     done = ranks(2, PROGRAM, tmp_path / "c", 20, timeout=300)

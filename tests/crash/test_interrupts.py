@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short import first
 
 PROGRAM = Path(__file__).with_name("interrupting.py")
 CALLS = [
@@ -32,12 +33,13 @@ def finds_nothing(ended: Any) -> None:
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr.replace("\r", "\n")[-4000:]
 
 
+@pytest.mark.long
 def test_a_snapshot_that_is_interrupted_anywhere(tmp_path: Path, run: Callable[..., Any]) -> None:
     finds_nothing(run(PROGRAM, tmp_path, "snapshot", "--seconds", 4))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", first(CALLS, rest=pytest.mark.by_hand))
 def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12, timeout=280))
 
@@ -50,6 +52,8 @@ def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", ["snapshot", "restore", "open", "export", "one_snapshot"])
+@pytest.mark.parametrize(
+    "call", first(["snapshot", "restore", "open", "export", "one_snapshot"], rest=pytest.mark.by_hand)
+)
 def test_a_call_that_signals_interrupt(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20, timeout=280))

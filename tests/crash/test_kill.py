@@ -55,7 +55,11 @@ def test_the_matrix_covers_the_manifest_and_the_native_core() -> None:
         _native.arm_fault(point.partition("=")[0], "delay", 0, 1, 1)
 
 
-@pytest.mark.parametrize("fault", [*PYTHON_POINTS, *DIRECTORY_SYNCS, *NATIVE_POINTS])
+EVERY = [*PYTHON_POINTS, *DIRECTORY_SYNCS, *NATIVE_POINTS]
+FEW = EVERY[::3]
+
+
+@pytest.mark.parametrize("fault", [*FEW, *(pytest.param(f, marks=pytest.mark.long) for f in EVERY if f not in FEW)])
 def test_killed_at_a_fault_point(
     fault: str, prepared: Path, tmp_path: Path, run: Callable[..., Any], audit: Callable[..., Any], resume: Any
 ) -> None:

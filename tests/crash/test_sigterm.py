@@ -47,6 +47,7 @@ WriteJob.wait_captured = lambda self: (in_gate.wait(), wait_captured(self))
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_it_hangs_nowhere(where: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""

@@ -106,6 +106,7 @@ def assert_in_use(before: Counter[object]) -> None:
     assert in_use() - before == Counter()
 
 
+@pytest.mark.long
 @rounds(63, 310)
 def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     rng = random.Random(7)

@@ -94,6 +94,7 @@ assert (opened["s/t"] == array).all()
     assert ended.stdout == "read\n"
 
 
+@pytest.mark.long
 def test_garbage_is_collected_in_a_thread_that_reads_for_it(tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""{SCRIPT}
 import gc

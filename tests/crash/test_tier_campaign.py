@@ -12,6 +12,7 @@ CAMPAIGN = Path(__file__).with_name("tier_campaign.py")
 SHORT, LONG = 5, 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("far", "rounds"),
     [("disk", SHORT), *(pytest.param(far, LONG, marks=pytest.mark.by_hand) for far in ("disk", "moto", "localbucket"))],

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from datastates.demo.__main__ import STEPS, train
 from datastates.demo.numpy_network import NumpyNetwork
 
 
+@pytest.mark.long
 def test_the_story(tmp_path: Path) -> None:
     command, environment = (
         [sys.executable, "-m", "datastates.demo"],

@@ -123,13 +123,14 @@ dist.destroy_process_group()
 LIBRARY = "torchao is not installed: its optimizers were NOT tried"
 
 
+@pytest.mark.long
 def test_the_same_ranks_take_back_their_parts(ranks: Callable[..., object], tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason=LIBRARY)
     ranks(2, SCRIPT, tmp_path, "sharded", "AdamW8bit", "AdamW4bit", "AdamWFp8", timeout=200)
     ranks(1, SCRIPT, tmp_path, "other", "AdamW8bit", timeout=100)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_ranks_with_the_same_parts_take_back_their_own(ranks: Callable[..., object], tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason=LIBRARY)
     ranks(4, SCRIPT, tmp_path, "replicated", "AdamW8bit", timeout=200)

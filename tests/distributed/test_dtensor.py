@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("sharded_state.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("n", "cases"),
     [

@@ -56,7 +56,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(params=["moto", pytest.param("localbucket", marks=pytest.mark.long)])
+@pytest.fixture(params=["moto", pytest.param("localbucket", marks=pytest.mark.by_hand)])
 def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     pytest.importorskip(request.param)
     (folder := tmp_path / "server").mkdir()
@@ -73,6 +73,7 @@ def whole(step: int) -> dict[str, Any]:
     return {"w": torch.randn(1024, 512), "b": torch.randn(77), "step": step}
 
 
+@pytest.mark.long
 def test_ranks_save_and_restore(bucket: dict[str, str], ranks: Any) -> None:
     ranks(2, SCRIPT, RUN, "0", "1,2", **bucket)
     ranks(3, SCRIPT, RUN, "2", "3", **bucket)
@@ -83,7 +84,7 @@ def test_ranks_save_and_restore(bucket: dict[str, str], ranks: Any) -> None:
     assert not any(".hold." in name for name in names)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_dies_costs_its_checkpoint_alone(bucket: dict[str, str], ranks: Any) -> None:
     ranks(2, SCRIPT, RUN, "0", "1,-2", may_fail=(0, 1), **bucket)
     assert equal(ds.load(RUN)["model"], whole(1))

@@ -118,6 +118,7 @@ def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(root, root.with_name("mesh"), *told, committed, statuses)
 
 
+@pytest.mark.long
 def test_processes_commit_together_without_starting_jaxs_devices(runs: Runs) -> None:
     assert [told["save 1"]["error"] for told in runs.saves] == [None, None]
     # the numbers of the last rounds stay, for a rank that comes late

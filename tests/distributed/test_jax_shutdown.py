@@ -96,6 +96,7 @@ def run(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(root, reports(module_ranks(2, SHUTDOWNS, root, **RANKS)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leaving", [1, 0])
 def test_a_process_that_shuts_down_early_still_commits(leaving: int, run: Run) -> None:
     assert [told[f"one {leaving}"]["error"] for told in run.told] == [None, None]

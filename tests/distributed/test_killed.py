@@ -60,7 +60,7 @@ def killed(ranks: Any, reports: Any, tmp_path: Path) -> Callable[[tuple[int, str
     return run
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = dict(zip(CASES, pool.map(killed, CASES), strict=True))
@@ -91,6 +91,7 @@ def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
             assert not (path / ".lock").exists() or committed
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_under_torch(ranks: Any, tmp_path: Path) -> None:
     """The ranks meet in the Store of torch.distributed, which rank 0's process hosts."""
     script = """

@@ -120,7 +120,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(
-    "host", [pytest.param("a", marks=pytest.mark.long), pytest.param("b", marks=pytest.mark.by_hand)]
+    "host", [pytest.param("a", marks=pytest.mark.by_hand), pytest.param("b", marks=pytest.mark.by_hand)]
 )
 @pytest.mark.parametrize(("where", "restored"), PLACES)
 def test_a_host_is_lost_anywhere(host: str, where: str, restored: int, ranks: Any, tmp_path: Path) -> None:

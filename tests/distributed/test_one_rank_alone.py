@@ -64,6 +64,7 @@ checkpointer.make_executor = made
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("early", EARLY)
 def test_a_rank_that_cannot_open_a_checkpointer_is_told_of_and_may_try_again(
@@ -85,6 +86,7 @@ leave()
         assert (said["second"]["steps"], said["third"]["steps"]) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_that_were_left_alone_may_open_again(
     failing: int, ranks: Any, prelude: str, reports: Any, tmp_path: Path

@@ -325,7 +325,7 @@ KILLED = [
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("dead", "where", "is_there"),
-    [*KILLED[::3], *(pytest.param(*c, marks=pytest.mark.by_hand) for c in KILLED if c not in KILLED[::3])],
+    [*KILLED[::8], *(pytest.param(*c, marks=pytest.mark.by_hand) for c in KILLED if c not in KILLED[::8])],
 )
 def test_ranks_are_killed(dead: str, where: str, is_there: bool | None, ranks: Any, tmp_path: Path) -> None:
     """No step that was reported as committed is lost, and one that a host has committed is completed on the others."""

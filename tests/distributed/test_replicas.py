@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HEAD = """
 import os, sys
 import numpy as np
@@ -234,17 +236,21 @@ end()
 )
 
 
+@pytest.mark.long
 def test_plain_arrays_beside_dtensors(ranks: Any, tmp_path: Path) -> None:
     ranks(2, BESIDE_DTENSORS, tmp_path, timeout=120)
 
 
+@pytest.mark.long
 def test_arrays_of_every_form_and_order_in_memory(ranks: Any, tmp_path: Path) -> None:
     ranks(2, FORMS, tmp_path, timeout=120)
 
 
+@pytest.mark.long
 def test_steps_wait_until_a_replica_that_is_not_written_is_read(ranks: Any, tmp_path: Path) -> None:
     ranks(2, CHANGED, tmp_path, timeout=120)
 
 
+@pytest.mark.long
 def test_parts_and_groups_of_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(4, FOUR, tmp_path, timeout=180)

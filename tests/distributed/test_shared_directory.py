@@ -145,7 +145,7 @@ def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path)
     assert all(is_whole(path) for path in checkpoints(root))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
     """The old checkpoint no longer counts, though its files still exist. All ranks know of the new one."""
     root = tmp_path / "run"
@@ -159,7 +159,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     assert names(root) == ["step-00000003"]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_what_another_job_reads_is_deleted_later(ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)
@@ -243,7 +243,7 @@ tell("close", ckpt.close)
     assert committed[-7:] == list(range(7, 14))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_coordinator_that_takes_too_long_gives_up(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     """It must not commit a snapshot that the others have stopped waiting for."""
     script = f"""{prelude}
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_hear_the_outcome_takes_nothing_back(ranks: Any, re
     assert all(is_whole(path) for path in checkpoints(tmp_path / "run"))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_coordinator_that_cannot_tell_has_committed(ranks: Any, reports: Any, tmp_path: Path) -> None:
     variables = {"CONFUSED": "0", "OPTIONS": options(rank_timeout=1.5)}
     told = reports(ranks(2, LOOP, tmp_path / "run", 1, "2/barrier.publish=fail:28", **variables))

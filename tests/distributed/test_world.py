@@ -135,7 +135,7 @@ os._exit(0)  # the process group cannot be left without all ranks
         assert told["close"]["seconds"] < 1
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_frozen_coordinator_holds_nobody_up(ranks: Any) -> None:
     """Its process hosts the Store, keeps the connections and answers nothing."""
     script = f"""{STORE}
@@ -165,6 +165,7 @@ os._exit(0)  # threads of torch that are left abort a process at times that ends
     assert [told[rank]["third"]["answer"] for rank in (0, 1)] == ["<0><1>"] * 2
 
 
+@pytest.mark.long
 def test_over_a_directory(ranks: Any, tmp_path: Path) -> None:
     """Without torch. Rank 2 is killed; then all ranks start again, in the directory with what is left."""
     script = f"""{DIRECTORY}
@@ -188,6 +189,7 @@ world.close()
     assert list(shared.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_coordinator_killed_in_a_directory_is_named(ranks: Any, tmp_path: Path) -> None:
     script = f"""
 import os

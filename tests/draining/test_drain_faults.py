@@ -60,7 +60,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_LONGEST", 0.01)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["lose", *(pytest.param(f, marks=BY_HAND) for f in ("answer", "cut_up", "cut_down"))])
 def test_whichever_request_fails_once_it_comes_once(faults: FaultServer, tmp_path: Path, fault: str) -> None:

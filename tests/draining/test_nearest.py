@@ -138,6 +138,7 @@ def test_a_place_that_is_absent_is_told(first: Path, tmp_path: Path, caplog: pyt
     assert f"{tmp_path / 'other'} is not there, and counts as empty" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "harm", ["data", *(pytest.param(harm, marks=pytest.mark.by_hand) for harm in ("nothing", "missing", "catalog"))]
 )

@@ -23,7 +23,11 @@ from datastates.storage.buckets import Buckets
 from datastates.testing import equal
 
 pytest.importorskip("obstore")
-KINDS = ["moto", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("localbucket", "azurite"))]
+KINDS = [
+    "moto",
+    pytest.param("localbucket", marks=pytest.mark.by_hand),
+    pytest.param("azurite", marks=pytest.mark.long),
+]
 SCRIPT = """
 import sys
 import torch
@@ -122,6 +126,7 @@ def test_every_byte_comes_to_a_bucket_and_back(
     assert not any(".hold." in name for name in store_of(bucket).entries(Location(run), deep=True))
 
 
+@pytest.mark.long
 def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
     places = [tmp_path / "first", f"{bucket}/run", tmp_path / "third"]
     with ds.Checkpointer(places[0], tiers=places[1:], keep_last=1) as checkpointer:
@@ -139,6 +144,7 @@ def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
         assert equal(live, of_each_type(3))
 
 
+@pytest.mark.long
 def test_a_place_in_a_bucket_behind_another(bucket: Location) -> None:
     near, far = f"{bucket}/near", f"{bucket}/far/off"
     with ds.Checkpointer(near, tiers=far, keep_last=1) as checkpointer:
@@ -152,6 +158,7 @@ def test_a_place_in_a_bucket_behind_another(bucket: Location) -> None:
         assert equal(ds.load(far, step=step)["model"], of_each_type(step))
 
 
+@pytest.mark.long
 def test_two_ranks_drain_and_restore(
     bucket: Location, tmp_path: Path, ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

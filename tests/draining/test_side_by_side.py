@@ -130,6 +130,7 @@ SOME = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("who", "at", "other"), SOME)
 def test_one_is_stopped_at_a_point(
     who: str, at: str, other: str, tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]

@@ -313,6 +313,7 @@ def test_what_is_made_at_the_target_meanwhile_stays(
     assert sorted(os.listdir(tmp_path)) == [target, "saved"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_killed_export_leaves_nothing_that_looks_whole(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, ranks: Callable[..., Any], target: str

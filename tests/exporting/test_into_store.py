@@ -73,6 +73,7 @@ def up(folder: Path, address: str) -> None:
         store_of(Location(address)).create(Location(address) / name, data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cast", [None, "fp32"])
 def test_the_objects_are_the_files_of_a_local_export(store: Failing, saved: Path, tmp_path: Path, cast: Any) -> None:
     for target in TARGETS:

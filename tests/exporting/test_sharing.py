@@ -16,6 +16,7 @@ import pytest
 import reflinks
 import torch
 from safetensors.torch import load_file
+from short import first
 
 import datastates as ds
 from datastates._base.sizes import PAGE
@@ -136,7 +137,7 @@ def test_the_files_of_many_ranks_are_not_open_at_once(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", first(MAKE, rest=pytest.mark.by_hand))
 def test_reflinks_take_no_space(tmp_path: Path, kind: str) -> None:
     name, *compressed = kind.split()
     if os.geteuid() or not shutil.which(MAKE[kind][0]):

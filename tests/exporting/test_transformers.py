@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 def test_from_pretrained_gives_the_same_logits(name: str, shard_size: str, tmp_path: Path) -> None:

@@ -302,6 +302,7 @@ def test_a_file_that_was_cut_short_is_refused_wherever(tmp_path: Path) -> None:
         refused(cut)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bit", [0, 4, 6])
 def test_a_changed_byte_is_refused_or_read_as_torch_reads_it(bit: int, tmp_path: Path) -> None:
     whole = bytearray(save({"w": torch.arange(4.0), "n": [1, "a"]}, tmp_path / "whole.pt").read_bytes())

@@ -102,6 +102,7 @@ def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes(file.read_row(file.shards.row(0))) == torch.arange(4).numpy().tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [0, 2, 1 << 31, 1 << 40, 2**64 - 1])
 def test_a_hostile_length_allocates_nothing(tmp_path: Path, length: int) -> None:
     path = tmp_path / "a.safetensors"

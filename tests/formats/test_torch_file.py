@@ -139,6 +139,7 @@ def test_it_is_read_through_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_file.open(Location("/script.pt"))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage")
 @pytest.mark.parametrize("protocol", range(1, 6))
 @pytest.mark.parametrize("kind", KINDS)

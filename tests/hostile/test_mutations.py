@@ -118,6 +118,7 @@ def with_index(index: bytes, path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @settings(RELAXED, max_examples=150)
 @given(index=lies() | damaged(INDEX))
 def test_lying_index_is_refused_or_read_within_bounds(attack: Any, index: bytes) -> None:
@@ -144,6 +145,7 @@ BEGIN, LENGTH, _ = msgpack.unpackb(INDEX)["pickle"]
 PICKLE = CONTAINER[BEGIN : BEGIN + LENGTH]
 
 
+@pytest.mark.long
 @settings(RELAXED, max_examples=200)
 @given(data=damaged(PICKLE) | st.binary(max_size=200).map(lambda b: b"\x80\x02" + b + b"."))
 def test_damaged_pickle_is_refused_or_read_within_bounds(attack: Any, data: bytes) -> None:

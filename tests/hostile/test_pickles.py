@@ -590,6 +590,7 @@ def test_every_global_that_is_safe_is_what_it_says(attack: Any) -> None:
 PICKED = {**CODE, **OPCODES, **CHANGES, **MEMORY, **TIME}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PICKED)
 def test_a_part_is_picked_within_the_same_bounds(attack: Any, name: str) -> None:
     attack("pick", data=pickled(PICKED[name]))
@@ -602,6 +603,7 @@ def test_a_call_of_a_foreign_name_is_left(attack: Any, name: str) -> None:
     assert outcome.error in ("TrustError", "FormatError", None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3000])
 def test_looking_for_what_is_left_takes_bounded_time(attack: Any, count: int) -> None:
     large = b"](" + b"K\x01" * 20_000 + b"eq\x00"

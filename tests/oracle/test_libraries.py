@@ -10,7 +10,9 @@ from oracle import check
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.by_hand] if n == "peft" else []) for n in LIBRARIES]
+)
 def test_libraries(name: str, tmp_path: Path) -> None:
     pytest.importorskip(name)
     cases = list(LIBRARIES[name]())

@@ -61,7 +61,7 @@ def test_some_modules(drawn: list[tuple[Node, frozenset[int], frozenset[int], bo
     check_modules(drawn)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @same_each_time(max_examples=40)
 @given(MODULES)
 def test_many_modules(drawn: list[tuple[Node, frozenset[int], frozenset[int], bool]]) -> None:

@@ -17,6 +17,6 @@ from transformers_families import cases
 FEW = ("LlamaForCausalLM",)
 
 
-@pytest.mark.parametrize("cases", divided(cases(), FEW))
+@pytest.mark.parametrize("cases", divided(cases(), FEW, pytest.mark.by_hand))
 def test_families(cases: Sequence[Case], tmp_path: Path) -> None:
     check(cases, tmp_path)

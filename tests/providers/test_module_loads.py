@@ -322,6 +322,7 @@ def _ids(make: Any) -> str:
     return getattr(make, "__name__", "lambda")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("make", [*BUILT_IN, *OTHERS, *WITH_OBJECTS], ids=_ids)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

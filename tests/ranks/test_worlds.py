@@ -263,6 +263,7 @@ def test_a_forked_child_is_no_rank(worlds: list[World]) -> None:
 # --- what is left behind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["memory", "tcp", "jax"])
 def test_keys_do_not_pile_up_and_none_is_left(kind: str, request: pytest.FixtureRequest) -> None:
     store: Any

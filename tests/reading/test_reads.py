@@ -166,6 +166,7 @@ def store(path: Path, tensors: dict[str, torch.Tensor], layout: str, ranks: int)
 SMALL = {"w": (24, 36), "cube": (6, 10, 5), "short": (3, 4), "none": (0, 7)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_any_layout_into_any_other(source: str, ranks: int, tmp_path: Path, executor: Executor) -> None:

@@ -472,7 +472,7 @@ picture.draw(picture.measure(CpuLoop(tiny=True), folder), folder / "picture.svg"
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_picture_of_the_readme_is_drawn_from_a_run(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PICTURE, str(tmp_path)], cwd=ROOT / "benchmarks", check=True)
     assert (tmp_path / "picture.svg").read_text().count("</svg>") == 1

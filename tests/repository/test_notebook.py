@@ -10,7 +10,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "tour.ipynb"
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

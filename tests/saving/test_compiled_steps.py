@@ -67,6 +67,7 @@ def _backward_too(training: Training) -> Callable[[], None]:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [False, True], ids=["first", "compiled before"])
 @pytest.mark.parametrize("compiled", [_step_alone, _whole, _backward_too])
 def test_the_gate_holds_in_compiled_steps(

@@ -80,6 +80,7 @@ assert torch.equal(ds.load(directory)["m"]["good"], good["good"])
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", GIVEN_BACK)
 def test_memory_given_back_before_it_is_captured_fails_that_snapshot_by_name(
     how: str, ranks: Any, tmp_path: Path

@@ -147,6 +147,7 @@ def verified(run: str) -> None:
         raise FormatError("/rank-00000.pt or /manifest.json, as verify has printed")
 
 
+@pytest.mark.long
 @ONE_SERVER
 @pytest.mark.parametrize("read", [*READS, verified])
 @pytest.mark.parametrize("name", ["/rank-00000.pt", "/manifest.json"])

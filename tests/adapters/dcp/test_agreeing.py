@@ -152,6 +152,7 @@ def test_a_rank_that_misses_a_plan_does_not_go_by_the_one_before(
     same(loaded(tmp_path / "2", whole()), whole(2.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "victim"),
     [("global", 0), *((where, victim) for where in ("local", "finish", "data", "write", "copy") for victim in (0, 1))],

@@ -41,6 +41,7 @@ for root in map(Path, sys.argv[2:]):
     assert [word for word, losses in found if losses != expected] == []
 
 
+@pytest.mark.long
 def test_saving_while_sharded_training_goes_on(train: Any, tmp_path: Path) -> None:
     """Each checkpoint holds the state of its call, though the ranks step at different times."""
     train(
@@ -73,6 +74,7 @@ for number, how in enumerate(("snapshot", "thread")):
     )
 
 
+@pytest.mark.long
 def test_sharded_tensors_and_ranks_that_save_by_themselves(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -152,7 +154,7 @@ for name in sys.argv[2:]:
     train(2, source, tmp_path, "1")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_is_killed_while_it_writes(train: Any, tmp_path: Path) -> None:
     for victim in (1, 0):
         done = train(
@@ -232,6 +234,6 @@ if __name__ == "__main__":  # the process that saves imports this file, too
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_another_process_saves_what_torch_has_copied_and_refuses_what_is_lazy(ranks: Any, tmp_path: Path) -> None:
     ranks(1, PROCESS, tmp_path, Path(__file__).parent, timeout=150)

@@ -65,7 +65,7 @@ def test_a_flipped_byte_anywhere_else_is_named_or_does_not_matter(tmp_path: Path
     assert named > 300 // FLIPPED
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_part_is_not_read_from_another_place_when_its_frame_is_damaged(tmp_path: Path) -> None:
     whole = torch.arange(70_000.0).reshape(100, 700)
     save_with("stock", {"w": whole}, tmp_path)

@@ -177,6 +177,7 @@ def test_a_checkpoint_is_saved_to_an_address(store: SmallPieces, tmp_path: Path,
     assert data not in names()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW)
 def test_a_checkpoint_is_saved_to_a_bucket(bucket: str, tmp_path: Path, how: str) -> None:
     """Longer than a part of an upload."""
@@ -296,6 +297,7 @@ def test_ranks_save_one_checkpoint_or_none(
         same(loaded(tmp_path / "down", {"w": whole}, "stock"), {"w": whole})
 
 
+@pytest.mark.long
 def test_two_ranks_save_to_a_bucket(bucket: str, train: Any, tmp_path: Path) -> None:
     """In each way, as torch's own writer saves to a folder; another number of ranks loads it."""
     script = """

@@ -92,7 +92,7 @@ one.destroy(), other.destroy()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_whoever_looks_sees_what_is_there_with_torch(train: Any, tmp_path: Path) -> None:
     train(1, SEEN, tmp_path)
 

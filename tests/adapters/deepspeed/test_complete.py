@@ -52,7 +52,7 @@ trained.destroy()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_saves_on_each_others_heels(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -100,7 +100,7 @@ trained.destroy()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_sixteen_bit_models(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -139,7 +139,7 @@ ENDS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("how", first(ENDS, rest=pytest.mark.by_hand))
 def test_a_script_that_ends(train: Any, tmp_path: Path, how: str) -> None:
     action, code = ENDS[how]

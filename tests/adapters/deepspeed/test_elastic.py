@@ -18,7 +18,7 @@ def test_one_rank_resumes_what_two_have_saved(ranks: Any, tmp_path: Path) -> Non
     ranks(1, LOOP, tmp_path, "zero-1", "load=2", **RANKS)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_every_size_resumes_what_every_other_has_saved(ranks: Any, tmp_path: Path) -> None:
     def run(n: int, *words: str) -> None:
         ranks(n, LOOP, tmp_path, "all", *words, **RANKS)

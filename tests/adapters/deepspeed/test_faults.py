@@ -18,7 +18,7 @@ say("resumed", [str(path), first])
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_is_killed(train: Any, said: Any, tmp_path: Path) -> None:
     # each rank in turn, in the write of its files and, for rank 0, before latest is replaced
     for number, (victim, point, nth) in enumerate([(1, "write", 1), (0, "store.rename", 3)]):

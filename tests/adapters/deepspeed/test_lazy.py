@@ -98,7 +98,7 @@ for stage in (2, 3):
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_steps_that_are_skipped_do_not_hurt(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -122,7 +122,7 @@ trained.destroy()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_several_engines_in_one_process(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -150,7 +150,7 @@ assert not [name for name in names(directory) if "partial" in name], names(direc
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_moving_the_state_away_waits_for_capture(train: Any, tmp_path: Path) -> None:
     """DeepSpeed's ``offload_states`` frees what it has moved; it runs with ZeRO-3 on GPUs only."""
     train(

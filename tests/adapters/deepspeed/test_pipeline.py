@@ -68,11 +68,13 @@ def test_two_stages(train: Any, tmp_path: Path, case: str) -> None:
     train(2, PIPELINE + STAGES, tmp_path, case)
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize("case", first(["1-bf16", "0-fp32", "1-bf16-fp32"], rest=pytest.mark.by_hand))
 def test_two_stages_on_two_ranks_each(train: Any, tmp_path: Path, case: str) -> None:
     train(4, PIPELINE + STAGES, tmp_path, case)
 
 
+@pytest.mark.by_hand
 def test_a_pipeline_is_not_for_another_number_of_ranks(train: Any, tmp_path: Path) -> None:
     train(
         2,

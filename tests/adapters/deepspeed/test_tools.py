@@ -97,6 +97,7 @@ def saved(module_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.by_hand
 def test_they_see_what_they_see_in_torchs_files(saved: Path, train: Any) -> None:
     train(1, READ, saved)
 

@@ -61,6 +61,7 @@ def by_fabric(training: ModuleType, folder: Path, io: Any) -> None:
         fabric.save(folder / f"{number}.ckpt", {"model": torch.nn.Linear(512, 512)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "act",
     [

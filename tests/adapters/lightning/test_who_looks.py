@@ -184,7 +184,7 @@ def test_a_fit_that_nobody_looks_at_does_not_wait(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("last", [True, "link"])
+@pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.by_hand)])
 def test_what_is_tested_and_resumed_after_a_fit_is_that_of_lightning(
     last: Any, training: ModuleType, io: Any, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def nothing(directory):
 
 @pytest.mark.long
 # a persistent worker imports Megatron-Core anew
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_a_full_disk_on_one_rank(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,
@@ -90,6 +90,7 @@ loaded_as(layout, 0, directory / "after", Ours.load())
     )
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_does_not_matter(run: Any, tmp_path: Path) -> None:
     run(
         2,
@@ -175,7 +176,7 @@ def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("how", [pytest.param("ended", marks=pytest.mark.by_hand), "killed"])
 def test_who_waits_is_woken(how: str) -> None:
     with _python(HOLDER) as holder:

@@ -66,6 +66,7 @@ def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_columns_are_read_and_damage_in_them_is_found(run: Any, tmp_path: Path) -> None:
     run(
         2,

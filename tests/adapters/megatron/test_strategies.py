@@ -43,6 +43,7 @@ def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_fully_parallel(run: Any, tmp_path: Path) -> None:
     run(
         2,

@@ -37,7 +37,7 @@ LOAD = """
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_fresh_disk_loads_what_the_bucket_has(run: Any, tmp_path: Path, bucket: str) -> None:
     root = tmp_path / "run"
     run(2, SAVE, root, bucket)

@@ -145,6 +145,7 @@ def history(folder: Path) -> tuple[list[dict[str, float]], dict[str, str]]:
     return rows, axes
 
 
+@pytest.mark.long
 def test_wandb(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     from datastates.adapters.metrics.wandb import WandbMetrics

@@ -130,6 +130,7 @@ assert second.lr_schedulers.state_dict() == whole.lr_schedulers.state_dict()
     )
 
 
+@pytest.mark.long
 def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(run: Run) -> None:
     run(
         2,

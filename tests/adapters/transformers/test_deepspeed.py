@@ -38,7 +38,7 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.timeout(600)
 def test_it_saves_lazily_and_resumes_bit_for_bit(ranks: Any, said: Any, tmp_path: Path) -> None:
     variables = {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "warning", "TOKENIZERS_PARALLELISM": "false"}
@@ -93,7 +93,7 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.by_hand), 2])
 def test_the_limit_keeps_what_the_trainer_keeps(limit: int, ranks: Any, said: Any, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def training() -> ModuleType:
     return module_at(HERE / "training.py")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_shards_of_fsdp1_are_those_that_the_trainer_saves(ranks: Any, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

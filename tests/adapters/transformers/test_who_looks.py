@@ -148,7 +148,10 @@ BESTS = [(True, 1), (True, 2), (False, 2)]
 OVERRIDDEN = ["save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state"]
 
 
-@pytest.mark.parametrize("name", ["_save_checkpoint", *(pytest.param(n, marks=pytest.mark.long) for n in OVERRIDDEN)])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["_save_checkpoint", *(pytest.param(n, marks=pytest.mark.by_hand) for n in OVERRIDDEN)]
+)
 def test_a_subclass_saves_what_it_adds(
     name: str, look: Look, training: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,7 +159,7 @@ def test_a_subclass_saves_what_it_adds(
     assert sum(f"Mine has {name} of its own" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_method_that_is_replaced_in_one_trainer_is_called(look: Look, training: ModuleType) -> None:
     def make(trainer: Any) -> Any:
         stock = trainer._save_scaler
@@ -171,7 +174,7 @@ def test_a_method_that_is_replaced_in_one_trainer_is_called(look: Look, training
     look.run(make)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_model_that_looks_at_its_own_files_finds_them(look: Look, training: ModuleType) -> None:
     def make(trainer: Any) -> Any:
         stock = trainer.model.save_pretrained
@@ -189,7 +192,7 @@ def test_a_model_that_looks_at_its_own_files_finds_them(look: Look, training: Mo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("load", "limit"), [(False, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in BESTS)]
+    ("load", "limit"), [(False, 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BESTS)]
 )
 def test_the_best_and_the_newest_stay(load: bool, limit: int, look: Look, training: ModuleType) -> None:
     def make(trainer: Any) -> Any:
@@ -209,7 +212,7 @@ def test_the_best_and_the_newest_stay(load: bool, limit: int, look: Look, traini
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_checkpoint_that_something_else_asks_for_is_there(look: Look, training: ModuleType) -> None:
     class Ask(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         trainer: Any = None
@@ -247,7 +250,7 @@ def test_what_a_raising_run_has_saved_is_there(training: ModuleType, tmp_path: P
     assert (tmp_path / "checkpoint-4").exists()
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_callback_that_uploads_finds_all_files(look: Look, training: ModuleType) -> None:
     from transformers.integrations import integration_utils
 
