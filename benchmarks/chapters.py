@@ -268,8 +268,8 @@ CHAPTERS = {
         "{bytes}, of which {changing} change",
         "A save, and at once an iteration that changes adapters and moments. *Waits* is what both take beyond an "
         "iteration alone; a longer forward and backward would hide a wait at the gate. *Fuller* is the file system, "
-        "after all is synced; *written* is what datastates reports. *Incremental* needs a file system that shares "
-        "ranges of files: here it is XFS. Orbax gets NumPy's arrays. Memory is the largest resident set of a process "
+        "after all is synced; *written* is what datastates reports. *Incremental* shares ranges of files, "
+        "here on XFS. Orbax gets NumPy's arrays. Memory is the largest resident set of a process "
         "of its own during three saves, less the one before them; one process each.",
         (
             Figure("written, MB", _times("written", 1e-6)),

@@ -23,9 +23,9 @@ import numpy as np
 
 from commit_model import Setting, simulate
 from datastates.commit import catalog, manifest
-from datastates.commit.ballot import Vote
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import PRIME, claims_of, whole_claims
+from datastates.commit.votes import File, Vote
 from datastates.container import archive
 from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard
@@ -231,9 +231,7 @@ def _vote(layout: Layout, rank: int) -> bytes:
 
 
 def _whole_vote(ranks: int, rank: int, claims: Any) -> bytes:
-    return Vote(
-        step=1, file=f"rank-{rank:05d}.pt", nbytes=1 << 30, index_crc32=rank * 40503 % 2**32, claims=claims
-    ).encode()
+    return Vote(step=1, files=(File(f"rank-{rank:05d}.pt", 1 << 30, rank * 40503 % 2**32, claims),)).encode()
 
 
 def _rank(layout: Layout) -> Sample:
@@ -314,18 +312,19 @@ def _coordinate(layout: Layout, folder: Path | None) -> Sample:
     votes = {rank: _vote(layout, rank) for rank in range(layout.ranks)}
     Path("/proc/self/clear_refs").write_text("5")
     decode, decoded = _seconds(lambda: {rank: Vote.decode(data) for rank, data in votes.items()})
-    claims: list[Any] = [vote.claims for vote in decoded.values()]
+    files = [vote.files[0] for vote in decoded.values()]
+    claims: list[Any] = [file.claims for file in files]
     cover, total = _seconds(lambda: sum(c.cover for c in claims) % PRIME)
     if total:
         raise RuntimeError("the parts do not make whole tensors")
-    nbytes = np.array([v.nbytes for v in decoded.values()], np.uint64)
-    crcs = np.array([v.index_crc32 for v in decoded.values()], np.uint32)
+    nbytes = np.array([file.nbytes for file in files], np.uint64)
+    crcs = np.array([file.index_crc32 for file in files], np.uint32)
     catalogued, (encoded, head_crc) = _seconds(lambda: catalog.encode_catalog(claims, nbytes, crcs))
 
     def manifested() -> bytes:
         entries = tuple(
-            manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
-            for rank, v in decoded.items()
+            manifest.ContainerEntry(file=file.name, rank=rank, nbytes=file.nbytes, index_crc32=file.index_crc32)
+            for rank, file in enumerate(files)
         )
         return manifest.encode(
             manifest.Manifest(

@@ -90,7 +90,7 @@ class Checkpointer:
             self._place.open(world, self._name, lambda: bool(self._engine.pending()))
             undo.pop_all()
         self._snapshots, self._restores, self._checks = 0, itertools.count(), itertools.count()
-        own, bases = self.settings, bases_of(self.settings, world.rank)
+        own, bases = self.settings, bases_of(self.settings, world.rank, world.size)
         self._engine = Engine(
             executor, world, threads=own.max_in_flight, auto_gate=own.auto_gate, ended=self._ended, bases=bases
         )
@@ -293,7 +293,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
-            self._engine.restored(Location(restored.path))
+            self._engine.restored(Location(restored.path), restored.source)
             self._place.restored(Location(restored.path), name)
         elif (step := request.get("step")) is not None:
             recognise.refuse_absence(self._root, step)

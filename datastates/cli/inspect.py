@@ -113,9 +113,10 @@ def _head(kind: str, files: Sequence[dict[str, Any]]) -> str:
     if not files or "step" not in files[0]:
         return kind if len(files) == 1 else f"{kind}, {len(files)} files"
     first = files[0]
-    if len(files) == 1:
-        return f"step {first['step']}, rank {first['rank']} of {first['world_size']}"
-    return f"step {first['step']}, {len(files)} ranks"
+    ranks = first["world_size"]
+    if len({one.get("rank") for one in files}) == 1:
+        return f"step {first['step']}, rank {first['rank']} of {ranks}"
+    return f"step {first['step']}, {ranks} ranks"
 
 
 def _print_file(one: dict[str, Any]) -> None:
@@ -199,7 +200,8 @@ def _describe(one: TensorFile, digests: Mapping[str, str]) -> dict[str, Any]:
     objects = [{"key": o.key, "bytes": o.nbytes, "offset": o.offset, "crc32": o.crc} for o in one.objects]
     identity: dict[str, Any] = one.index.identity if isinstance(one, Container) else {}
     if identity and not manifest.has_step(one.path, identity):
-        identity = {}
+        world = {name: identity[name] for name in ("rank", "world_size")}
+        identity = world if manifest.is_kept(one.path.name) else {}
     return {"file": str(one.path), **identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}
 
 

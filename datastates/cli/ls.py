@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from datastates._base.tasks import each
 from datastates.cli.arguments import as_location, as_seconds
 from datastates.cli.output import WrongCallError, as_size, complain, flush, print_json, print_table, printable, say
-from datastates.cli.sharing import Shared, common_nbytes, shared_extents
+from datastates.cli.sharing import Shared, common_nbytes, shared_files
 from datastates.commit import directories, health, manifest, newest
 from datastates.commit.tiers import tier_of
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
@@ -122,10 +122,9 @@ def _add_added(found: list[dict[str, Any]], path: Location) -> None:
     for entry in found:
         entry["added"] = None
         with contextlib.suppress(DatastatesError):
-            if (known := shared_extents(path / entry["name"])) is not None:
-                shared, nbytes = known
-                entry["added"] = nbytes - common_nbytes(shared, before)
-                before.append(shared)
+            if (known := shared_files(path / entry["name"])) is not None:
+                entry["added"] = sum(file.nbytes for file in known.values()) - common_nbytes(known, before)
+                before.append(known)
 
 
 def _print(listing: _Listing, arguments: argparse.Namespace) -> None:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
-from datastates.commit.claims import PRIME, Claims, decode_claims, describe_conflicts, encode_claims
 from datastates.commit.names import step_name
-from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.commit.run import Run, explain, is_full, refuse_short_memory
 from datastates.commit.tier import Uncommitted
+from datastates.commit.votes import SKIPPED, Vote, by_number, declined, decoded, made_catalog
 from datastates.container.file import open_container
-from datastates.container.table import ShardTable
 from datastates.errors import (
     CommitError,
     FencedError,
@@ -26,60 +19,14 @@ from datastates.errors import (
     SnapshotSkippedError,
     StorageError,
     UncertainError,
-    rank_names,
     said,
 )
-from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.world import World, is_told
 from datastates.storage import store_of
 from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Vote:
-    """One rank's message to the coordinator: its container is on stable storage, or the rank has failed.
-
-    Attributes:
-        step: The step of the snapshot.
-        error: Why the rank has failed; empty if it has not.
-        skipped: True if the rank took no part because it had failed at an earlier snapshot: see
-            :class:`~datastates.errors.SnapshotSkippedError`.
-        file: File name of the container.
-        nbytes: Length of the container, in bytes.
-        index_crc32: CRC-32 of the container's index.
-        claims: The arrays and objects in the container; None in a world of one rank.
-        replicas: The digests of the arrays that other ranks hold, too; None if there are none.
-    """
-
-    step: int
-    error: str = ""
-    skipped: bool = False
-    file: str = ""
-    nbytes: int = 0
-    index_crc32: int = 0
-    claims: Claims | None = None
-    replicas: ReplicaDigests | None = None
-
-    def encode(self) -> bytes:
-        """The vote as bytes. The first byte says whether the rank has failed."""
-        claims = None if self.claims is None else encode_claims(self.claims)
-        replicas = None if self.replicas is None else self.replicas.encode()
-        fields = [self.step, self.error, self.skipped, self.file, self.nbytes, self.index_crc32, claims, replicas]
-        return (FAILED if self.error else DONE) + pack(fields)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Vote:
-        """The inverse of :meth:`encode`."""
-        step, error, skipped, file, nbytes, crc, claims, replicas = unpack(data[1:])
-        return cls(
-            *(step, error, skipped, file, nbytes, crc),
-            claims=None if claims is None else decode_claims(claims),
-            replicas=None if replicas is None else ReplicaDigests.decode(replicas),
-        )
-
-
-COMMITTED, SKIPPED, UNCERTAIN = b"c", b"s", b"u"  # the first byte of an answer
+COMMITTED, UNCERTAIN = b"c", b"u"  # the first byte of an answer
 
 
 class Ballot:
@@ -145,13 +92,22 @@ class Ballot:
         """
         run = self._run
         run.begin()
-        refuse_short_memory(run.tier, nbytes)
+        self.take(nbytes)
         mark = None if run.opening is None else run.opening.mark
         self._pending = pending = run.tier.pending(self.target, self._attempt, mark)
         self.path = pending.file(manifest.container_name(self.world.rank))
         world = {"rank": self.world.rank, "world_size": self.world.size}
         self.identity = {"step": self.step, **world, "attempt": pending.attempt}
         pending.begin()
+
+    def take(self, nbytes: int) -> None:
+        """Raise StorageError if so many bytes are to be written into memory, and too little is free."""
+        refuse_short_memory(self._run.tier, nbytes)
+
+    def kept(self) -> Location:
+        """The path for a kept container. Known once it is open."""
+        assert self._pending is not None
+        return self._pending.file(manifest.kept_name(self.world.rank))
 
     def commit(self, vote: Vote) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
@@ -262,7 +218,8 @@ class Ballot:
             self.world.agree(self._name, vote.encode(), lambda data: declined(decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: Uncommitted, ready: Callable[[], None]) -> Location:
-        written = _write_catalog(votes, pending) if self.world.size > 1 else None
+        several = sum(len(vote.files) for vote in votes.values()) > 1
+        written = _write_catalog(votes, pending) if several else None
         with self._numbered(votes, pending, written) as made:
             return pending.commit(made, ready)
 
@@ -271,13 +228,14 @@ class Ballot:
         self, votes: dict[int, Vote], pending: Uncommitted, written: manifest.CatalogEntry | None
     ) -> Iterator[manifest.Manifest]:
         """Yield the manifest of the checkpoint, with its sequence number. It is committed within the block."""
+        numbered = by_number(votes)
         containers = tuple(
-            manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
-            for rank, v in votes.items()
+            manifest.ContainerEntry(file=f.name, rank=rank, nbytes=f.nbytes, index_crc32=f.index_crc32)
+            for rank, f in numbered.values()
         )
         with self._run.order.sequence(self._number, self._ready) as sequence:
             yield manifest.Manifest(
-                format=manifest.FORMAT_VERSION,
+                format=manifest.WITH_KEPT if len(numbered) > self.world.size else manifest.FORMAT_VERSION,
                 step=self.step,
                 sequence=sequence,
                 attempt=pending.attempt,
@@ -289,71 +247,14 @@ class Ballot:
             )
 
 
-def decoded(data: dict[int, bytes]) -> dict[int, Vote]:
-    """Decode the vote of each rank; the dict is in the order of the ranks."""
-    return {rank: Vote.decode(vote) for rank, vote in sorted(data.items())}
-
-
-def declined(votes: dict[int, Vote]) -> bytes:
-    """The coordinator's answer if some ranks took no part and none failed; empty if all ranks took part.
-
-    Raises:
-        CommitError: A rank has failed, or the ranks took a snapshot of different steps.
-    """
-    failed = {rank: vote for rank, vote in votes.items() if vote.error}
-    reasons = "; ".join(f"rank {rank}: {vote.error}" for rank, vote in failed.items())
-    if not all(vote.skipped for vote in failed.values()):
-        raise CommitError(reasons)
-    if failed:
-        return SKIPPED + reasons.encode(errors="replace")
-    steps = {vote.step for vote in votes.values()}
-    if len(steps) > 1:
-        ranks = {step: [r for r, v in votes.items() if v.step == step] for step in sorted(steps)}
-        said = ", ".join(f"step {step} on {rank_names(who)}" for step, who in ranks.items())
-        raise CommitError(
-            f"the ranks took a snapshot of different steps: {said}. Their calls of snapshot() are paired in order: "
-            "after one that a rank has left out, make a new Checkpointer on all ranks"
-        )
-    return b""
-
-
 def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
-    paths = [pending.path(vote.file) for vote in votes.values()]
-    for (rank, vote), path, found in zip(votes.items(), paths, store_of(paths[0]).lengths(paths), strict=True):
-        if found != vote.nbytes:
-            what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
+    every = by_number(votes).values()
+    paths = [pending.path(file.name) for _, file in every]
+    for (rank, file), path, found in zip(every, paths, store_of(paths[0]).lengths(paths), strict=True):
+        if found != file.nbytes:
+            what = "is missing" if found is None else f"has {found} bytes, not the {file.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
-    encoded, head_crc = made_catalog(votes, lambda rank: _table_of(votes[rank], pending))
+    encoded, head_crc = made_catalog(votes, lambda file: open_container(pending.path(file.name)).index.shards)
     made = pending.add(catalog.FILE, encoded)
     return manifest.CatalogEntry(file=made.name, nbytes=len(encoded), head_crc32=head_crc)
-
-
-def made_catalog(votes: dict[int, Vote], table_of: Callable[[int], ShardTable]) -> tuple[bytes, int]:
-    """Check that the containers together make one state; returns the catalog and the CRC-32 of its head.
-
-    ``table_of`` gives the shard table of a rank's container, where they do not.
-    """
-    claims: list[Any] = [vote.claims for vote in votes.values()]
-    nbytes = np.array([vote.nbytes for vote in votes.values()], np.uint64)
-    index_crc = np.array([vote.index_crc32 for vote in votes.values()], np.uint32)
-    try:
-        if sum(c.cover for c in claims) % PRIME:
-            raise CommitError("the ranks' parts do not make whole tensors")
-        encoded, head_crc = catalog.encode_catalog(claims, nbytes, index_crc)
-    except (CommitError, catalog.ConflictError):
-        _refuse_conflict({rank: table_of(rank) for rank in votes})
-        raise
-    replicas = [vote.replicas for vote in votes.values()]
-    refuse_difference(list(votes), claims, replicas, table_of)
-    return encoded, head_crc
-
-
-def _refuse_conflict(tables: dict[int, ShardTable]) -> None:
-    """Raise CommitError that names tensors held twice or not at all."""
-    if (text := describe_conflicts(tables)) is not None:
-        raise CommitError(text)
-
-
-def _table_of(vote: Vote, pending: Uncommitted) -> ShardTable:
-    return open_container(pending.path(vote.file)).index.shards

@@ -1,4 +1,4 @@
-"""The catalog of a checkpoint of several ranks tells which ranks hold which stretch of each logical tensor. No I/O.
+"""The catalog of a checkpoint of several containers tells which hold which stretch of each logical tensor. No I/O.
 
 The catalog is sorted by a hash of the keys, and has a checksum for each block. A restoring rank reads only a few blocks
 for each tensor that it wants, however many ranks wrote the checkpoint. ``docs/format.md`` specifies the format.
@@ -51,18 +51,18 @@ Table = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The places of the catalog's tables in its body, computed from the numbers of ranks, tensors and rows."""
+    """The places of the catalog's tables in its body, computed from the numbers of containers, tensors and rows."""
 
-    ranks: int
+    containers: int
     tensors: int
     rows: int
 
     @property
     def places(self) -> dict[np.dtype[Any], tuple[int, int]]:
         """For each kind of record, the offset of its table in the body and the number of its records."""
-        tensors = self.ranks * _CONTAINER.itemsize
+        tensors = self.containers * _CONTAINER.itemsize
         rows = tensors + self.tensors * _TENSOR.itemsize
-        return {_CONTAINER: (0, self.ranks), _TENSOR: (tensors, self.tensors), _ROW: (rows, self.rows)}
+        return {_CONTAINER: (0, self.containers), _TENSOR: (tensors, self.tensors), _ROW: (rows, self.rows)}
 
     @property
     def nbytes(self) -> int:
@@ -80,13 +80,13 @@ def encode_catalog(claims: Sequence[Claims], nbytes: U64, index_crc: U32) -> tup
     """Encode the catalog; returns it and the CRC-32 of its head, which holds the checksums of all the rest.
 
     Args:
-        claims: The claims of each rank, in the ranks' order. The other arguments have the same order.
-        nbytes: Length of each rank's container.
-        index_crc: CRC-32 of the index of each rank's container.
+        claims: The claims of each container, in the order of their numbers. The other arguments have the same order.
+        nbytes: Length of each container.
+        index_crc: CRC-32 of the index of each container.
 
     Raises:
-        ConflictError: Two ranks give different types or shapes for one key, or both hold a tensor's first element, or
-            no rank holds any element of a tensor.
+        ConflictError: Two give different types or shapes for one key, or both hold a tensor's first element, or none
+            holds any element of a tensor. It names containers for ranks.
     """
     order, key, starts = _by_key(claims)
     group = np.repeat(np.arange(len(starts), dtype=np.uint32), np.diff(starts, append=len(key)))
@@ -171,7 +171,7 @@ def _assemble(tables: dict[np.dtype[Any], dict[str, Table]]) -> tuple[bytes, int
             table[name] = column
     body = memoryview(data)[head:]
     checks = [crc32(body[at : at + BLOCK]) for at in range(0, len(body), BLOCK)]
-    _HEADER.pack_into(data, 0, _MAGIC, layout.ranks, layout.tensors, layout.rows, BLOCK)
+    _HEADER.pack_into(data, 0, _MAGIC, layout.containers, layout.tensors, layout.rows, BLOCK)
     data[_HEADER.size : head] = np.array(checks, "<u4").tobytes()
     return bytes(data), crc32(memoryview(data)[:head])
 
@@ -189,16 +189,16 @@ def _running_maximum(end: U64, first: I64) -> U64:
 
 
 class Holders(Protocol):
-    """Tells which ranks hold a tensor or an object, given the hash of its key; as :class:`Catalog` does."""
+    """Tells which containers hold a tensor or an object, given the hash of its key; as :class:`Catalog` does."""
 
     def find(self, key: int) -> int | None:
         """A number for the tensor or object; None if there is none."""
 
     def holders(self, tensor: int, begin: int, end: int) -> list[int]:
-        """The ranks that may hold elements from ``begin`` to before ``end``."""
+        """The numbers of those that may hold elements from ``begin`` to before ``end``."""
 
     def any_holder(self, tensor: int) -> int | None:
-        """The rank with its first element; None if no rank has one."""
+        """The number of the one with its first element; None if none has one."""
 
     def digest(self, tensor: int) -> int | None:
         """The contributions of all its parts to its digest; None if one is unknown."""
@@ -243,9 +243,9 @@ class Catalog:
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks that wrote the checkpoint."""
-        return self._layout.ranks
+    def containers(self) -> int:
+        """The number of containers."""
+        return self._layout.containers
 
     def _block(self, number: int) -> bytes:
         if number in self._blocks:
@@ -306,7 +306,7 @@ class Catalog:
         return at if at < count and self._entry(_TENSOR, "key", at) == key else None
 
     def holders(self, tensor: int, begin: int, end: int) -> list[int]:
-        """All ranks, ascending, whose parts may have elements from ``begin`` to before ``end``. Some may have none."""
+        """All containers, ascending, that may have elements from ``begin`` to before ``end``. Some may have none."""
         first, last = self._rows(tensor)
         numel = self._entry(_ROW, "reach", last - 1) if last > first else 0
         low = self._search(_ROW, "reach", first, last, begin + 1, (0, numel))
@@ -314,7 +314,7 @@ class Catalog:
         return sorted(set(self._table(_ROW, low, high)["rank"].tolist()))
 
     def any_holder(self, tensor: int) -> int | None:
-        """The rank whose part of a tensor or object begins first; None if it has no row."""
+        """The container whose part of a tensor or object begins first; None if it has no row."""
         first, last = self._rows(tensor)
         return self._entry(_ROW, "rank", first) if last > first else None
 
@@ -323,9 +323,14 @@ class Catalog:
         known = self._entry(_TENSOR, "digested", tensor)
         return self._entry(_TENSOR, "digest", tensor) if known else None
 
-    def container(self, rank: int) -> tuple[int, int]:
-        """Length of a rank's container in bytes, and the CRC-32 of its index."""
-        return self._entry(_CONTAINER, "nbytes", rank), self._entry(_CONTAINER, "index_crc", rank)
+    def container(self, number: int) -> tuple[int, int]:
+        """Length of a container in bytes, 0 if there is none of that number, and the CRC-32 of its index."""
+        return self._entry(_CONTAINER, "nbytes", number), self._entry(_CONTAINER, "index_crc", number)
+
+    def present(self) -> list[int]:
+        """The numbers of all containers that there are."""
+        found: list[int] = np.flatnonzero(self._table(_CONTAINER, 0, self._layout.containers)["nbytes"]).tolist()
+        return found
 
     def keys(self) -> U64:
         """The hashes of all tensors and objects, ascending."""

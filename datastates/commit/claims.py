@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +154,14 @@ def whole_claims(arrays: Claims, index: Index) -> Claims:
 
 
 _COLUMNS = {"key": "<u8", "form": "<u4", "begin": "<u8", "end": "<u8", "digest": "<u4", "digested": "|u1"}
+NO_CLAIMS = Claims(**{name: np.zeros(0, kind) for name, kind in _COLUMNS.items()}, cover=0)
+"""The claims of a container that is not there."""
+
+
+def joined(one: Claims, other: Claims) -> Claims:
+    """The claims of two containers, end to end."""
+    columns: dict[str, Any] = {c: np.append(getattr(one, c), getattr(other, c)) for c in _COLUMNS}
+    return Claims(**columns, cover=(one.cover + other.cover) % PRIME)
 
 
 def encode_claims(claims: Claims) -> dict[str, bytes]:
@@ -175,14 +183,14 @@ _HINT = (
 )
 
 
-def describe_conflicts(tables: Mapping[int, ShardTable]) -> str | None:
+def describe_conflicts(tables: Iterable[tuple[int, ShardTable]]) -> str | None:
     """Describe the tensors that are held twice or only partly, or whose types or shapes differ; None if all is well.
 
     Args:
-        tables: The shard table of each rank's container, by rank.
+        tables: The shard table of each container, with the rank that wrote it, in the order of the ranks.
     """
     held: dict[str, list[tuple[int, Row]]] = {}
-    for rank, table in sorted(tables.items()):
+    for rank, table in tables:
         for row in table.rows(range(len(table))):
             held.setdefault(row.key, []).append((rank, row))
     found = [text for key in sorted(held) for text in _of_tensor(key, held[key])]

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from datastates.commit.ballot import Vote
+from datastates.commit.votes import Vote
 from datastates.storage import store_of
 from datastates.storage.location import Location
 

@@ -9,7 +9,7 @@ from datastates._base import log
 from datastates.commit import manifest
 from datastates.commit.carry import SILENCE, MakeLink, receive, send
 from datastates.commit.hosts import Hosts
-from datastates.commit.manifest import named_in
+from datastates.commit.manifest import named_of
 from datastates.commit.names import Identity, nowhere
 from datastates.commit.partners import Transfer, plan
 from datastates.commit.stock import Known
@@ -108,14 +108,15 @@ class Gathering:
         other = one.receiver if sends else one.sender
         assert self._link is not None
         try:
-            named = named_in(path, manifest.open(path))[one.container]
-            with contextlib.closing(self._link(name, other, SILENCE)) as link:
-                if sends:
-                    send(link, named)
-                else:
-                    receive(link, named, anew=True)
-                    self._origins[named.path] = self._hosts.places[other]
-                    log.info("%s was brought from %s", named.path, self._hosts.places[other])
+            every = named_of(path, manifest.open(path), one.container)
+            with contextlib.closing(self._link(name, other, SILENCE * len(every))) as link:
+                for named in every:
+                    if sends:
+                        send(link, named)
+                    else:
+                        receive(link, named, anew=True)
+                        self._origins[named.path] = self._hosts.places[other]
+                        log.info("%s was brought from %s", named.path, self._hosts.places[other])
         except DatastatesError as error:
             what = f"{manifest.container_name(one.container)} of {path}"
             log.warning("%s was not brought from rank %d to rank %d: %s", what, one.sender, one.receiver, said(error))

@@ -24,8 +24,9 @@ from datastates.storage.location import Location
 from datastates.storage.objects import ABSENT
 
 FILE = "manifest.json"
-FORMAT_VERSION = 2
-"""The format of new manifests. Format 1, which has no ``sequence``, can be read, too."""
+FORMAT_VERSION, WITH_KEPT = 2, 3
+"""The formats of new manifests: of those without kept containers, and of those with. Format 1, which has no
+``sequence``, can be read, too."""
 _MAX_NBYTES = 1 << 28
 FENCE = b'{"fence": "no checkpoint will be here"}\n'
 """In a store of objects, what lies in a manifest's place where a commit was given up, or a clean-up came first."""
@@ -59,7 +60,7 @@ class ContainerEntry(_Model):
 
 
 class CatalogEntry(_Model):
-    """The catalog of a checkpoint of several ranks."""
+    """The catalog of a checkpoint of several containers."""
 
     file: _FileName
     nbytes: _Bytes
@@ -73,37 +74,49 @@ class Manifest(_Model):
     format: int
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
     sequence: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
-    """Its number in the order of its directory's snapshots: the highest is the newest. Only in format 2."""
+    """Its number in the order of its directory's snapshots: the highest is the newest. Not in format 1."""
     attempt: Annotated[str, Field(max_length=64)]
-    """A random name shared by all containers of one snapshot."""
+    """A random name shared by all containers of one snapshot; a kept one may be of an earlier one."""
     created: Annotated[str, Field(max_length=64)]
     """When it was committed, ISO 8601, UTC."""
     metric: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """How good it is, as its writer said."""
     world_size: Annotated[int, Field(ge=1)]
     containers: tuple[ContainerEntry, ...]
+    """One of each rank, then the kept containers of the ranks that have one, which only format 3 has."""
     catalog: CatalogEntry | None = None
-    """The catalog, which tells the ranks that hold each tensor's parts; None for one rank."""
+    """The catalog, which tells the containers that hold each tensor's parts; None for one container."""
 
     @model_validator(mode="after")
     def _numbered(self) -> Manifest:
-        if (self.format, self.sequence is None) not in ((1, True), (2, False)):
-            raise ValueError("a sequence belongs to format 2, and to no other")
+        if (self.sequence is None) != (self.format == 1):
+            raise ValueError("a sequence belongs to format 2 or 3, and to no other")
+        if (len(self.containers) > self.world_size) != (self.format == WITH_KEPT):
+            raise ValueError("kept containers belong to format 3, and to no other")
         return self
 
     @model_validator(mode="after")
     def _one_for_each_rank(self) -> Manifest:
-        if (self.catalog is None) != (self.world_size == 1):
-            raise ValueError("a catalog belongs to a checkpoint of several ranks, and to no other")
+        if (self.catalog is None) != (len(self.containers) == 1):
+            raise ValueError("a catalog belongs to a checkpoint of several containers, and to no other")
         ranks, files = [c.rank for c in self.containers], {c.file for c in self.containers}
-        if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or len(files) != len(ranks):
+        own, kept = ranks[: self.world_size], ranks[self.world_size :]
+        if len(own) != self.world_size or own != list(range(len(own))) or len(files) != len(ranks):
             raise ValueError("not one container for each rank, each in a file of its own")
+        if kept != sorted({*kept}.intersection(own)):
+            raise ValueError("not one kept container for each rank that has one")
         if self.catalog is None:
             return self
         attempt = attempt_in(self.catalog.file, self.attempt)
-        if any(c.file != container_name(c.rank, attempt) for c in self.containers):  # the catalog holds no names
-            raise ValueError("in a checkpoint of several ranks, each container must be named by its rank")
+        every = zip(self.containers, self.numbers, strict=True)
+        if any(c.file != file_name(number, self.world_size, attempt) for c, number in every):
+            raise ValueError("where there are several containers, each must be named by its rank")  # no catalog does
         return self
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each container: of a rank its own, of its kept container that and :attr:`world_size`."""
+        return [c.rank + (i >= self.world_size) * self.world_size for i, c in enumerate(self.containers)]
 
     @property
     def nbytes(self) -> int:
@@ -116,8 +129,23 @@ def container_name(rank: int, attempt: str = "") -> str:
     return with_attempt(f"rank-{rank:05d}.pt", attempt)
 
 
+def kept_name(rank: int, attempt: str = "") -> str:
+    """File name of a rank's kept container: that of the arrays that several checkpoints have alike."""
+    return with_attempt(f"rank-{rank:05d}.kept.pt", attempt)
+
+
+def is_kept(file: str) -> bool:
+    """Whether the name of a file is that of a kept container."""
+    return rank_in(file) is not None and file.split(".")[1] == "kept"
+
+
+def file_name(number: int, ranks: int, attempt: str = "") -> str:
+    """File name of a container by its number, as in :attr:`Manifest.numbers`."""
+    return container_name(number, attempt) if number < ranks else kept_name(number - ranks, attempt)
+
+
 def rank_in(file: str) -> int | None:
-    """The rank whose container a file is, by its name; None if it is none."""
+    """The rank whose container, or kept container, a file is, by its name; None if it is none."""
     return int(match[1]) if (match := _CONTAINER.match(file)) else None
 
 
@@ -129,8 +157,11 @@ def attempt_in(file: str, attempt: str) -> str:
 def has_step(container: Location, identity: Mapping[str, Any]) -> bool:
     """Whether a container file belongs to a checkpoint of this package, by its name or by the files beside it.
 
-    Container files in the checkpoints of frameworks have no step: their index holds 0 for it.
+    Container files in the checkpoints of frameworks have no step: their index holds 0 for it. A kept container is of
+    several steps.
     """
+    if is_kept(container.name):
+        return False
     ours = (container_name(identity["rank"], attempt) for attempt in ("", identity["attempt"]))
     return container.name in ours or store_of(container).exists(container.parent / FILE)
 
@@ -162,8 +193,8 @@ def decode(data: bytes, path: str) -> Manifest:
         if type(fields) is not dict or type(fields.get("format")) is not int:
             raise FormatError(f"{path}: not a manifest")
         checksum = fields.pop("crc32")
-        if fields["format"] not in (1, 2):
-            raise FormatError(f"{path}: a manifest of format {fields['format']!r:.40}; this reads 1 and 2")
+        if fields["format"] not in (1, FORMAT_VERSION, WITH_KEPT):
+            raise FormatError(f"{path}: a manifest of format {fields['format']!r:.40}; this reads 1, 2 and 3")
         if checksum != _checksum(fields) or encode(made := Manifest.model_validate_json(json.dumps(fields))) != data:
             raise FormatError(f"{path}: the manifest does not match its checksum")
         return made
@@ -231,10 +262,23 @@ def facts_of(path: Location, version: Hashable) -> Facts:
 
 
 def named_in(path: Location, opened: Manifest) -> list[Named]:
-    """The containers that the manifest of a checkpoint directory names, by rank."""
-    world = {"step": opened.step, "world_size": opened.world_size, "attempt": opened.attempt}
-    every = opened.containers
-    return [Named(path / one.file, one.nbytes, one.index_crc32, {**world, "rank": one.rank}) for one in every]
+    """The containers that the manifest of a checkpoint directory names, in its order."""
+    found = []
+    for one, number in zip(opened.containers, opened.numbers, strict=True):
+        identity = identity_of(number, opened.world_size, opened.step, opened.attempt)
+        found.append(Named(path / one.file, one.nbytes, one.index_crc32, identity))
+    return found
+
+
+def named_of(path: Location, opened: Manifest, rank: int) -> list[Named]:
+    """The containers of one rank that the manifest of a checkpoint directory names: its own, then its kept one."""
+    return [named for named in named_in(path, opened) if named.identity["rank"] == rank]
+
+
+def identity_of(number: int, ranks: int, step: int | None, attempt: str) -> dict[str, Any]:
+    """What the index of a container has for its identity. A kept one may be of an earlier step."""
+    world: dict[str, Any] = {"rank": number % ranks, "world_size": ranks}
+    return world if number >= ranks else {**world, "step": step, "attempt": attempt}
 
 
 def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:

@@ -23,9 +23,9 @@ BESIDE = re.compile(r"(step-[0-9]{8,18}\.[0-9a-f]{8})\.(ended|hold\.[0-9a-f]{16}
 """Matches what lies beside a checkpoint in a store of objects: the mark of its deletion, or a reader's hold."""
 PASSING = re.compile(r"\.(?:now|trial)-[0-9a-f]{16}\Z")
 """Matches what a process makes for a moment only, in a store of objects."""
-OF_ATTEMPT = re.compile(r"(?:rank-[0-9]{5,}|catalog)\.[0-9a-f]{8}\.[a-z]+\Z")
+OF_ATTEMPT = re.compile(r"(?:rank-[0-9]{5,}(?:\.kept)?|catalog)\.[0-9a-f]{8}\.[a-z]+\Z")
 """Matches the files of an attempt, besides its manifest, in a store of objects."""
-UNFINISHED = re.compile(r"\.(?:rank-[0-9]{5,}\.pt|catalog\.bin|manifest\.json)\.[0-9a-f]{8}\Z")
+UNFINISHED = re.compile(r"\.(?:rank-[0-9]{5,}(?:\.kept)?\.pt|catalog\.bin|manifest\.json)\.[0-9a-f]{8}\Z")
 """Matches what a process is copying into a partial directory."""
 SAVING = re.compile(r"\.saving-([0-9]{1,18})\Z")
 """Matches the record of an opening that saves, in a store of objects."""

@@ -17,10 +17,11 @@ from typing_extensions import override
 from datastates._base import log
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, manifest
-from datastates.commit.ballot import COMMITTED, SKIPPED, UNCERTAIN, Ballot, Vote, declined, decoded, made_catalog
+from datastates.commit.ballot import COMMITTED, UNCERTAIN, Ballot
 from datastates.commit.pending import Pending
 from datastates.commit.spread_tier import SpreadTier
 from datastates.commit.tier import Uncommitted
+from datastates.commit.votes import SKIPPED, File, Vote, declined, decoded, made_catalog
 from datastates.container.table import ShardTable
 from datastates.errors import CommitError, RanksMissingError, SnapshotSkippedError, StorageError, UncertainError
 from datastates.ranks.board_world import DONE, FAILED, text_of
@@ -114,14 +115,14 @@ def _is_shared(votes: dict[int, Vote], leaders: list[int]) -> bool:
     """Whether ranks of several groups hold a part of an array alike, so that only one group has it in its files."""
     held: dict[int, set[tuple[int, int]]] = {}
     for rank, vote in votes.items():
-        if vote.replicas is not None and vote.claims is not None:
-            keys = vote.claims.key[vote.replicas.row].tolist()
+        if vote.replicas is not None and (claims := vote.files[0].claims) is not None:
+            keys = claims.key[vote.replicas.row].tolist()
             held.setdefault(leaders[rank], set()).update(zip(keys, vote.replicas.begin.tolist(), strict=True))
     return len(set().union(*held.values())) < sum(map(len, held.values()))
 
 
-def _refuse_to_look(rank: int) -> ShardTable:
-    del rank
+def _refuse_to_look(file: File) -> ShardTable:
+    del file
     raise CommitError(
         "the ranks' parts do not make one state. Their files are on several hosts: Checkpointer.check() names the keys"
     )

@@ -19,7 +19,6 @@ from datastates.commit.carry import MakeLink
 from datastates.commit.directory_tier import DirectoryTier
 from datastates.commit.gathering import Gathering, elsewhere
 from datastates.commit.hosts import Hosts
-from datastates.commit.manifest import ContainerEntry
 from datastates.commit.names import STEP, Identity, as_debris, final_of, nowhere, step_name
 from datastates.commit.pending import Pending
 from datastates.commit.retention import warning
@@ -75,12 +74,13 @@ class SpreadTier(DirectoryTier):
         return sorted(listed, key=lambda one: one.path)
 
     @override
-    def holds(self, path: Location) -> list[ContainerEntry]:
+    def holds(self, path: Location) -> list[int]:
         opened, there = manifest.open(path), store_of(path).entries(path)
         nbytes = {name: entry.nbytes for name, entry in there.items()}
         if opened.catalog is not None and nbytes.get(opened.catalog.file) != opened.catalog.nbytes:
             return []
-        return [one for one in opened.containers if nbytes.get(one.file) == one.nbytes]
+        lacking = {one.rank for one in opened.containers if nbytes.get(one.file) != one.nbytes}
+        return [rank for rank in range(opened.world_size) if rank not in lacking]
 
     @override
     def sends(self, path: Location) -> list[int]:
@@ -128,8 +128,7 @@ class SpreadTier(DirectoryTier):
         for one in super().checkpoints(certain=True):
             try:
                 ranks = manifest.open(one.path).world_size
-                found = [entry.rank for entry in self.holds(one.path)]
-                held.append([*_identity(one), one.sequence, one.metric, ranks, found])
+                held.append([*_identity(one), one.sequence, one.metric, ranks, self.holds(one.path)])
             except (CheckpointNotFoundError, FormatError) as error:
                 log.warning("%s is passed over: %s", one.path, error)
         return pack([held, [_attempt(path) for path in self.debris()]])
@@ -196,9 +195,8 @@ class SpreadTier(DirectoryTier):
         """
         opened = manifest.decode(made, str(pending.path(manifest.FILE)))
         there = store_of(pending.directory).entries(pending.directory)
-        own = [one for one in opened.containers if one.file in there]
-        wrong = {one.rank for one in own if there[one.file].nbytes != one.nbytes}
-        if lost := wrong | {*ranks} - {one.rank for one in own}:
+        own = [one for one in opened.containers if one.file in there or one.rank in ranks]
+        if lost := {one.rank for one in own if one.file not in there or there[one.file].nbytes != one.nbytes}:
             raise CommitError(f"the container of rank {min(lost)} in {pending.directory} is not as it was written")
         pending.add(catalog.FILE, encoded)
         pending.add(manifest.FILE, made)

@@ -16,7 +16,7 @@ class Known(NamedTuple):
     Attributes:
         sequence: Its number in the order of the snapshots.
         metric: How good it is; None if nobody said so.
-        ranks: The number of its containers.
+        ranks: The number of ranks that saved it.
         holders: By the rank that wrote a container, the leaders in whose directories that is whole.
     """
 

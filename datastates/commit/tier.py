@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from datastates.commit import manifest
 from datastates.commit.gathering import Gathering
-from datastates.commit.manifest import ContainerEntry, Manifest
+from datastates.commit.manifest import Manifest
 from datastates.commit.names import STEP
 from datastates.commit.opening import Opening
 from datastates.errors import CheckpointNotFoundError
@@ -148,13 +148,13 @@ class Listing(ABC):
             CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
         """
 
-    def holds(self, path: Location) -> list[ContainerEntry]:
-        """The containers of a checkpoint that this process can read here; raises as :func:`manifest.open`."""
-        return [*manifest.open(path).containers]
+    def holds(self, path: Location) -> list[int]:
+        """The ranks whose containers of a checkpoint this process can read here; raises as :func:`manifest.open`."""
+        return [*range(manifest.open(path).world_size)]
 
     def sends(self, path: Location) -> list[int]:
         """The ranks whose containers are brought to further tiers from here; raises as :meth:`holds`."""
-        return [one.rank for one in self.holds(path)]
+        return self.holds(path)
 
     def here(self, path: Location, step: int, attempt: str) -> Location:
         """The path in this process's place of the checkpoint that rank 0 has at ``path``."""

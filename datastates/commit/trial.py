@@ -1,4 +1,6 @@
-"""Tries whether a file stays as it was written while the folder around it is renamed, as each commit renames one.
+"""Tries what a file system does: whether it loses files, and whether files share ranges.
+
+The first: whether a file stays as it was written while the folder around it is renamed, as each commit renames one.
 
 rclone before 1.62 loses a file then that it has not uploaded yet: at its new name it is empty, absent or unreadable,
 for some seconds or for ever. It uploads after a file is closed, so the file that is tried is still open.
@@ -15,8 +17,10 @@ from datastates.storage import Entry, folders_of
 from datastates.storage.location import Location
 
 PREFIX = ".trial-"
-"""Begins the name of a folder that is tried."""
+"""Begins the names of what is made for a trial."""
 _DATA = b"still here"
+_SHARED = 1 << 16
+"""Bytes that two files try to share: whole blocks of every file system."""
 _MOST = 1 << 12
 _kept: set[tuple[Location, tuple[int, ...]]] = set()
 """The folders in which this process has tried it, each with the device that it was on."""
@@ -72,3 +76,12 @@ def refuse_loss_in(pending: Location, found: Entry | None) -> None:
     if len(_kept) >= _MOST:
         _kept.clear()
     _kept.add(known)
+
+
+def shares_ranges(folder: Location) -> bool:
+    """Whether a file in a folder can share bytes with another one there, by trial; raises StorageError."""
+    store = folders_of(folder, "trial")
+    first, second = (folder / f"{PREFIX}{secrets.token_hex(4)}" for _ in range(2))
+    with contextlib.closing(store.writer(first)) as one, contextlib.closing(store.writer(second)) as other:
+        one.write(bytes(_SHARED), 0)
+        return other.share(first, 0, _SHARED, 0)

@@ -188,7 +188,10 @@ def _naming(path: Location) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A container that a manifest or a catalog names: its path, length, CRC-32 of its index, and identity."""
+    """A container that a manifest or a catalog names: its path, length, CRC-32 of its index, and identity.
+
+    The identity has at least the rank and the number of ranks. Each of its fields is compared.
+    """
 
     path: Location
     nbytes: int
@@ -235,7 +238,8 @@ def _checked(named: Named, read: EncodedIndex | None) -> Container | None:
     if read is None:
         return None
     one = _decoded(read)
-    if (one.nbytes, one.index_crc, one.index.identity) != (named.nbytes, named.index_crc, named.identity):
+    identity = {name: one.index.identity[name] for name in named.identity}
+    if (one.nbytes, one.index_crc, identity) != (named.nbytes, named.index_crc, named.identity):
         raise FormatError(f"{named.path} is not the container that the manifest names")
     return one
 

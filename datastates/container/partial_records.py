@@ -52,6 +52,17 @@ def same_rows(one: ShardTable, other: ShardTable) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
+def same_arrays(one: ShardTable, other: ShardTable) -> bool:
+    """Whether two containers have the same arrays, by name and library, in the same records."""
+    named = (tuple(table.keys) + table.providers for table in (one, other))
+    columns = ("provider", "kind")
+    return (
+        same_rows(one, other)
+        and next(named) == next(named)
+        and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+    )
+
+
 def literal_over(literal: bytes | memoryview, partial: PartialPlan, base: Index) -> bytes:
     """The literal bytes of a partial plan, with the share that the unwritten chunks have in each checksum."""
     known = _without(base, partial.written)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from datastates.commit import catalog, health, manifest
 from datastates.commit.carry import compared, index_crc
-from datastates.commit.manifest import Manifest, container_name, named_in
+from datastates.commit.manifest import Manifest, file_name, named_in
 from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
 from datastates.container.file import Named
@@ -75,7 +75,8 @@ def _may_be(error: BaseException) -> bool:
 
 
 def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Location | None:
-    every = [(one, found.named(container_name(one.identity["rank"]))) for one in named_in(path, made)]
+    names = [file_name(number, made.world_size) for number in made.numbers]
+    every = [(one, found.named(name)) for one, name in zip(named_in(path, made), names, strict=True)]
     own = [(one, file) for one, file in every if part.ranks is None or one.identity["rank"] in part.ranks]
     for (one, file), is_there in zip(own, _are_there(own), strict=True):
         if not (is_there and index_crc(file, one.nbytes) == one.index_crc):
@@ -93,7 +94,7 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
         data = store_of(path).read_all(path / entry.file, entry.nbytes)
         catalog.Catalog(_from(data), len(data), entry.head_crc32, str(path / entry.file)).check()
         entry = entry.model_copy(update={"file": found.add(catalog.FILE, data).name})
-    numbered = {"format": manifest.FORMAT_VERSION, "sequence": made.sequence or 1}
+    numbered = {"format": max(made.format, manifest.FORMAT_VERSION), "sequence": made.sequence or 1}
     changes = {**numbered, "containers": tuple(containers), "catalog": entry}
     return found.commit(made.model_copy(update=changes), part.ready)
 

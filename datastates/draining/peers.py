@@ -19,7 +19,7 @@ from datastates._base.waiting import Bell
 from datastates._base.workers import Workers
 from datastates.commit import manifest
 from datastates.commit.carry import SILENCE, MakeLink, receive, send
-from datastates.commit.manifest import named_in
+from datastates.commit.manifest import named_of
 from datastates.commit.names import Identity
 from datastates.commit.newest import in_order
 from datastates.commit.partners import partners
@@ -181,10 +181,10 @@ class Peers:
         return [one for one in self._senders if errors[one, self._world.rank] is None], "; ".join(texts)
 
     def _carry(self, path: Location, sender: int, receiver: int, token: str) -> None:
-        """Carry one container. Where the link is broken, both make new ones."""
+        """Carry the containers of one rank. Where the link is broken, both make new ones."""
         sends = sender == self._world.rank
         other = receiver if sends else sender
-        named = named_in(path, manifest.open(path))[sender]
+        every = named_of(path, manifest.open(path), sender)
         made = 0
         while True:
             link = self._links.pop((sender, receiver), None)
@@ -193,11 +193,12 @@ class Peers:
                     made += 1
                     # the other may notice only after the whole time that the last one is broken
                     link = self._link(f"{token}/{sender}-{receiver}/{made}", other, SILENCE * made)
-                if sends:
-                    send(link, named, self._pace)
-                else:
-                    refuse_short_memory(self._tier, named.nbytes)
-                    receive(link, named)
+                for named in every:  # what has arrived over an earlier link is not sent again
+                    if sends:
+                        send(link, named, self._pace)
+                    else:
+                        refuse_short_memory(self._tier, named.nbytes)
+                        receive(link, named)
             except BaseException as error:
                 if link is not None:
                     link.close()

@@ -109,6 +109,22 @@ class Recorded:
         )
 
 
+def joined(one: Recorded, other: Recorded) -> Recorded:
+    """The spans of two jobs. The tracks of both have the same names."""
+    if not len(other):
+        return one
+    both = one, other
+    idle = [np.zeros(len(part)) if part.idle is None else part.idle for part in both]
+    return Recorded(
+        np.concatenate([part.stage for part in both]),
+        np.concatenate([part.track for part in both]),
+        np.concatenate([part.begin for part in both]),
+        np.concatenate([part.end for part in both]),
+        np.concatenate([part.nbytes for part in both]),
+        np.concatenate(idle),
+    )
+
+
 NOTHING = Recorded(np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0), np.empty(0), np.empty(0, np.uint64))
 """No spans."""
 

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from datastates._base import gc_pause
-from datastates.commit.ballot import Vote
 from datastates.commit.ending import FileEnding, identity_alone
+from datastates.commit.votes import Vote
 from datastates.config import IoSettings
 from datastates.errors import CommitError, ProviderError
 from datastates.executor.make import make_executor
@@ -153,7 +153,7 @@ class AgreedFile(FileEnding):
 
     @override
     def commit(self, vote: Vote) -> Location:
-        return self.publish(vote.nbytes)
+        return self.publish(vote.files[0].nbytes)
 
     def publish(self, nbytes: int) -> Location:
         """Agree with the other ranks, once the file of ``nbytes`` is on stable storage; returns the checkpoint's path.

@@ -5,7 +5,7 @@ They are verified by checksums, or by the bytes that their other parts imply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from datastates._base.cached import cached_property
 from datastates._base.tasks import each
 from datastates.commit import health, manifest
 from datastates.commit.catalog import encode_catalog
-from datastates.commit.claims import claims_of, describe_conflicts, whole_claims
+from datastates.commit.claims import NO_CLAIMS, claims_of, describe_conflicts, whole_claims
 from datastates.commit.manifest import named_in
 from datastates.container import archive, every_byte
 from datastates.container.file import Container, Named, open_named
@@ -113,7 +113,7 @@ class OwnCheckpoint:
             return
         head: Head = self.tensors.head
         containers: list[Container] = []
-        every = named_in(self._path, self._manifest)
+        every, numbers = named_in(self._path, self._manifest), self._manifest.numbers
 
         def container(opened: Container | DatastatesError) -> Iterator[Problem]:
             if isinstance(opened, DatastatesError):
@@ -122,14 +122,15 @@ class OwnCheckpoint:
             yield from verify_container(opened, progress)
 
         def catalog() -> Iterator[Problem]:
-            if len(containers) == head.ranks:
-                yield from verify_catalog(head, containers, progress)
+            if len(containers) == len(every):
+                numbered = dict(zip(numbers, containers, strict=True))
+                yield from verify_catalog(head, numbered, progress)
             else:  # it can only be opened
                 _ = self.tensors.catalog
 
         for named, opened in zip(every, each(_try_to_open, every, AT_ONCE), strict=True):
             yield from _naming(named.path, "the container", container(opened))
-        if len(containers) == head.ranks:
+        if len(containers) == len(every):
             vars(self)["files"] = containers
         if head.catalog is not None:
             yield from _naming(self._path / head.catalog.file, "the catalog", catalog())
@@ -178,20 +179,27 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
         yield Problem(source.path, key, "has parts that overlap")
 
 
-def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
+def verify_catalog(
+    head: Head, containers: Mapping[int, Container], progress: Callable[[int], object]
+) -> Iterator[Problem]:
     """Compare every byte of a checkpoint's catalog with the catalog that its containers imply.
 
-    ``progress`` is called with the number of bytes after each read.
+    Args:
+        head: The head of the checkpoint.
+        containers: All containers, by number.
+        progress: Called with the number of bytes after each read.
     """
     assert head.catalog is not None
     path, entry = head.path / head.catalog.file, head.catalog
-    text = describe_conflicts({rank: one.index.shards for rank, one in enumerate(containers)})
+    text = describe_conflicts((number % head.ranks, one.index.shards) for number, one in containers.items())
     if text is not None:
         yield Problem(path, "the containers", f"do not make one state: {text}")
         return
-    claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
-    nbytes = np.array([one.nbytes for one in containers], np.uint64)
-    expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
+    every = [containers.get(number) for number in range(head.containers)]
+    claims = [NO_CLAIMS if one is None else whole_claims(claims_of(one.index.shards), one.index) for one in every]
+    nbytes = np.array([one.nbytes if one else 0 for one in every], np.uint64)
+    index_crc = np.array([one.index_crc if one else 0 for one in every], np.uint32)
+    expected, head_crc = encode_catalog(claims, nbytes, index_crc)
     data = store_of(path).read_all(path)
     progress(len(data))
     if data != expected:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from datastates._base.packing import pack, unpack
 from datastates.commit.catalog import Catalog
-from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, attempt_in, container_name
+from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, attempt_in, file_name, identity_of
 from datastates.container.file import Named
 from datastates.errors import FormatError
 from datastates.storage import store_of
@@ -21,43 +21,45 @@ class Head:
     Attributes:
         path: The checkpoint directory, or a single container file.
         step: The training step that it was saved at; None for a single file outside of a checkpoint directory.
-        attempt: The random name that all containers of the checkpoint share.
+        attempt: The random name that all containers of the checkpoint share, but kept ones.
         ranks: The number of ranks that wrote the checkpoint.
-        catalog: The manifest's entry of the catalog; None if one rank wrote the checkpoint.
-        container: The manifest's entry of the only container; None if several ranks wrote the checkpoint, or for a
-            single file.
+        containers: The number of containers: that of the ranks, or twice that if some have a kept container.
+        catalog: The manifest's entry of the catalog; None if there is one container.
+        container: The manifest's entry of the only container; None if there are several, or for a single file.
     """
 
     path: Location
     step: int | None
     attempt: str
     ranks: int
+    containers: int
     catalog: CatalogEntry | None
     container: ContainerEntry | None
 
     @classmethod
     def of(cls, path: Location, opened: Manifest) -> Head:
         """Take the head of the checkpoint at ``path`` from its manifest."""
-        only = opened.containers[0] if opened.world_size == 1 else None
-        return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
+        ranks, several = opened.world_size, len(opened.containers)
+        only = opened.containers[0] if several == 1 else None
+        containers = 2 * ranks if several > ranks else ranks
+        return cls(path, opened.step, opened.attempt, ranks, containers, opened.catalog, only)
 
     @property
     def is_file(self) -> bool:
         """Whether it is a single container file."""
-        return self.ranks == 1 and self.container is None
+        return self.containers == 1 and self.container is None
 
-    def named(self, rank: int, file: str, nbytes: int, index_crc: int) -> Named:
-        """The container of one rank, from its facts in the manifest or the catalog."""
-        identity = {"step": self.step, "rank": rank, "world_size": self.ranks, "attempt": self.attempt}
-        return Named(self.path / file, nbytes, index_crc, identity)
+    def named(self, number: int, file: str, nbytes: int, index_crc: int) -> Named:
+        """A container, from its facts in the manifest or the catalog."""
+        return Named(self.path / file, nbytes, index_crc, identity_of(number, self.ranks, self.step, self.attempt))
 
-    def container_name(self, rank: int) -> str:
-        """The name of a rank's container, where several ranks wrote the checkpoint."""
+    def file_name(self, number: int) -> str:
+        """The name of a container, where there are several."""
         assert self.catalog is not None
-        return container_name(rank, attempt_in(self.catalog.file, self.attempt))
+        return file_name(number, self.ranks, attempt_in(self.catalog.file, self.attempt))
 
     def open_catalog(self) -> Catalog:
-        """Open the catalog of a checkpoint that several ranks wrote.
+        """Open the catalog of a checkpoint of several containers.
 
         Raises:
             FormatError: The catalog is damaged, or is not the catalog that the manifest describes.
@@ -70,8 +72,8 @@ class Head:
         if nbytes != entry.nbytes:
             raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
         opened = Catalog(reader(path), nbytes, entry.head_crc32, str(path))
-        if opened.ranks != self.ranks:
-            raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {self.ranks}")
+        if opened.containers != self.containers:
+            raise FormatError(f"{path}: a catalog of {opened.containers} containers, not of {self.containers}")
         return opened
 
     def encode(self) -> bytes:

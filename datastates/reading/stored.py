@@ -29,9 +29,11 @@ from datastates.storage.location import Location
 class Stored:
     """The containers of one checkpoint, and the parts of logical tensors that each holds. Not thread-safe.
 
+    Each rank's container has the rank's number. Its kept container has that and the number of ranks.
+
     Attributes:
         head: The head of the checkpoint.
-        lost: The paths of containers that were needed and are missing, by rank.
+        lost: The paths of containers that were needed and are missing, by number.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Stored:
         one = open_container(path)
         identity: dict[str, Any] = one.index.identity
         step = identity["step"] if manifest.has_step(path, identity) else None
-        stored = cls(Head(path, step, identity["attempt"], 1, None, None))
+        stored = cls(Head(path, step, identity["attempt"], 1, 1, None, None))
         stored._opened[0] = one
         return stored
 
@@ -93,7 +95,7 @@ class Stored:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog of a checkpoint that several ranks wrote.
+        """The catalog of a checkpoint of several containers.
 
         Raises:
             FormatError: The catalog is damaged, or is not the catalog that the manifest describes.
@@ -121,48 +123,57 @@ class Stored:
 
     @property
     def holding(self) -> Holders:
-        """Which ranks hold what, in a checkpoint that several ranks wrote; raises as :attr:`catalog` does."""
+        """Which containers hold what, where there are several; raises as :attr:`catalog` does."""
         return self.catalog
 
-    def container(self, rank: int, *, needed: bool = False) -> Container | None:
-        """A rank's container; None if the file is missing. ``needed``: no other container will do.
+    @property
+    def _numbers(self) -> list[int]:
+        """The numbers of all containers."""
+        return self.catalog.present() if self.head.containers > self.head.ranks else list(range(self.head.ranks))
+
+    def container(self, number: int, *, needed: bool = False) -> Container | None:
+        """A container; None if the file is missing. ``needed``: no other container will do.
 
         Raises:
             FormatError: The file is damaged, or is not the container that the manifest or the catalog describes.
             StorageError: The file cannot be read.
         """
-        self.open_containers([rank], needed=needed)
-        return self._opened.get(rank)
+        self.open_containers([number], needed=needed)
+        return self._opened.get(number)
 
-    def open_containers(self, ranks: Collection[int], *, needed: bool = False) -> None:
-        """Open the containers of several ranks at once, which is faster than one after the other.
+    def open_containers(self, numbers: Collection[int], *, needed: bool = False) -> None:
+        """Open several containers at once, which is faster than one after the other.
 
         Raises:
             FormatError, StorageError: As :meth:`container` does, of the first container that cannot be opened.
             ElsewhereError: Needed containers may be on other hosts. Those come before the places after the nearest.
         """
-        new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
+        new = [number for number in dict.fromkeys(numbers) if number not in self._opened and number not in self.lost]
         *nearer, last = self._heads
         for head in nearer or ([last] if self._gathering is not None else []):
-            for rank in new:
-                self._open_there(rank, self._named(rank, head))
-            new = [rank for rank in new if rank not in self._opened]
+            for number in new:
+                self._open_there(number, self._named(number, head))
+            new = [number for number in new if number not in self._opened]
             if needed and head is self.head and self._gathering is not None:
-                self._gathering.refuse(self.path, new)
-        for rank, one in zip(new, open_each([self._named(rank, last) for rank in new]), strict=True):
+                self._gathering.refuse(self.path, self._writers(new))
+        for number, one in zip(new, open_each([self._named(number, last) for number in new]), strict=True):
             if one is None:
-                self.lost[rank] = self._named(rank, self.head).path
+                self.lost[number] = self._named(number, self.head).path
             else:
-                self._opened[rank] = one
+                self._opened[number] = one
         if needed and self._gathering is not None:
-            self._gathering.refuse(self.path, sorted(self.lost.keys() & set(ranks)), lost=True)
+            self._gathering.refuse(self.path, self._writers(self.lost.keys() & set(numbers)), lost=True)
+
+    def _writers(self, numbers: Collection[int]) -> list[int]:
+        """The ranks that wrote some containers."""
+        return sorted({number % self.head.ranks for number in numbers})
 
     def origin(self, file: Location) -> str:
         """The place that a container was taken from: a directory, an address, or one of another host."""
         brought = None if self._gathering is None else self._gathering.origin(file)
         return brought or str(file.parent.parent)
 
-    def _open_there(self, rank: int, named: Named) -> None:
+    def _open_there(self, number: int, named: Named) -> None:
         """Open a container in a place that is not the last one, if it is there and whole."""
         if named.path in self._without:
             return
@@ -174,28 +185,27 @@ class Stored:
             log.warning("it is read from another place, as it is damaged here: %s", error)
             return
         if found is not None:
-            self._opened[rank] = found
+            self._opened[number] = found
 
-    def _named(self, rank: int, head: Head) -> Named:
-        """A rank's container as the manifest or the catalog describes it: path, size and checksum of its index."""
+    def _named(self, number: int, head: Head) -> Named:
+        """A container as the manifest or the catalog describes it: path, size and checksum of its index."""
         if (only := head.container) is not None:
-            return head.named(rank, only.file, only.nbytes, only.index_crc32)
-        return head.named(rank, head.container_name(rank), *self.catalog.container(rank))
+            return head.named(number, only.file, only.nbytes, only.index_crc32)
+        return head.named(number, head.file_name(number), *self.catalog.container(number))
 
     def base(self, provider: str, rank: int) -> Container | None:
         """The container from which a rank takes a provider's objects; None if no container has the provider.
 
         It is the container with the rank's own number if that has the provider, else another rank's.
         """
-        ranks = self.head.ranks
-        own = self.container(rank, needed=True) if rank < ranks else None
+        own = self.container(rank, needed=True) if rank < self.head.ranks else None
         if own is not None and provider in own.index.shards.providers:
             return own
-        if ranks > 1 and (found := self.holding.find(object_hash(full_key(provider, "")))) is not None:
+        if self.head.containers > 1 and (found := self.holding.find(object_hash(full_key(provider, "")))) is not None:
             holder = self.holding.any_holder(found)
             if holder is not None and (one := self.container(holder, needed=True)) is not None:
                 return one
-        every = (self.container(r) for r in range(ranks))
+        every = map(self.container, range(self.head.ranks))
         return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
 
     def providers(self) -> list[str]:
@@ -203,18 +213,18 @@ class Stored:
         return sorted({name for one in self._opened.values() for name in one.index.shards.providers})
 
     def holds(self, full: str) -> bool:
-        """Whether any rank saved an array with the full key. In a checkpoint of several ranks, its file may be missing.
+        """Whether any rank saved an array with the full key. Of several containers, that with it may be missing.
 
         Raises:
-            StorageError: One rank saved the checkpoint, and its container is missing.
+            StorageError: There is one container, and it is missing.
         """
-        if self.head.ranks == 1:
+        if self.head.containers == 1:
             return full in self.keys
         return self.holding.find(key_hash(full)) is not None
 
     def find(self, full: str) -> Row | None:
         """A row with any part of the logical tensor with the full key; None if there is none."""
-        if self.head.ranks == 1:
+        if self.head.containers == 1:
             return self._row(0, full)
         tensor = self.holding.find(key_hash(full))
         if tensor is None:
@@ -234,7 +244,7 @@ class Stored:
         A tensor is there only in part if this is one of several containers, or if a container is missing.
         """
         rows = []
-        known = self.rows(0, fulls) if self.head.ranks == 1 else {}  # faster than one key after the other
+        known = self.rows(0, fulls) if self.head.containers == 1 else {}  # faster than one key after the other
         for full in fulls:
             if (row := known[full][0] if full in known else self.find(full)) is None:
                 raise self._absent(full)
@@ -264,12 +274,12 @@ class Stored:
         """The rows that parts of tensors may come from; see :meth:`datastates.reading.tensors.Tensors.sources`."""
         asked: dict[int, list[int]] = {}
         for number, (like, part) in enumerate(wanted):
-            for rank in self.holders(like.key, part):
-                asked.setdefault(rank, []).append(number)
+            for holder in self.holders(like.key, part):
+                asked.setdefault(holder, []).append(number)
         self.open_containers(asked, needed=True)
         held: list[Held] = []
-        for rank in sorted(asked.keys() - self.lost.keys()):
-            source, numbers = self._opened[rank], asked[rank]
+        for holder in sorted(asked.keys() - self.lost.keys()):
+            source, numbers = self._opened[holder], asked[holder]
             which, row = source.shards.find([wanted[number][0].key for number in numbers])
             held += self.placed(source, np.array(numbers)[which], row)
         return Found([like for like, _ in wanted], held)
@@ -285,15 +295,15 @@ class Stored:
         return [Held(container, part, row)]
 
     def holders(self, full: str, part: Part) -> list[int]:
-        """The ranks that may have saved elements of a part of a logical tensor."""
-        if self.head.ranks == 1:
+        """The containers that may have elements of a part of a logical tensor."""
+        if self.head.containers == 1:
             return [0]
         tensor = self.holding.find(key_hash(full))
         return [] if tensor is None else self.holding.holders(tensor, *part.bounds)
 
-    def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, list[Row]]:
-        """The rows of a rank's container by full key: its parts of each tensor. Keys that it lacks are left out."""
-        if (source := self.container(rank)) is None:
+    def rows(self, number: int, fulls: Sequence[str]) -> dict[str, list[Row]]:
+        """The rows of a container by full key: its parts of each tensor. Keys that it lacks are left out."""
+        if (source := self.container(number)) is None:
             return {}
         fulls = list(dict.fromkeys(fulls))
         which, numbers = source.index.shards.find(fulls)
@@ -302,27 +312,27 @@ class Stored:
             found.setdefault(fulls[i], []).append(row)
         return found
 
-    def _row(self, rank: int, full: str) -> Row | None:
-        return next(iter(self.rows(rank, [full]).get(full, ())), None)
+    def _row(self, number: int, full: str) -> Row | None:
+        return next(iter(self.rows(number, [full]).get(full, ())), None)
 
     def every(self) -> list[Container]:
         """All containers that are not missing."""
-        self.open_containers(range(self.head.ranks))
-        return [self._opened[rank] for rank in sorted(self._opened)]
+        self.open_containers(self._numbers)
+        return [self._opened[number] for number in sorted(self._opened)]
 
     @cached_property
     def keys(self) -> Mapping[str, object]:
-        """The full keys of all arrays, in the order of the ranks. This opens all containers.
+        """The full keys of all arrays, in the order of the containers. This opens all containers.
 
         Raises:
             StorageError: A container is missing.
             ElsewhereError: Some are on other hosts.
         """
-        self.open_containers(range(self.head.ranks), needed=True)
+        self.open_containers(self._numbers, needed=True)
         tables = [source.index.shards for source in self.every()]
         if self.lost:
-            rank, path = min(self.lost.items())
-            raise lost_container(path, rank, self.head.ranks)
+            number, path = min(self.lost.items())
+            raise lost_container(path, number % self.head.ranks, self.head.ranks)
         return tables[0].by_key if len(tables) == 1 else dict.fromkeys(key for table in tables for key in table.by_key)
 
     @property
@@ -336,12 +346,12 @@ class Stored:
 
     @property
     def is_listed(self) -> bool:
-        """Whether reading :attr:`keys` opens no containers, except the only one of a checkpoint of one rank."""
-        return "keys" in self.__dict__ or self.head.ranks == 1
+        """Whether reading :attr:`keys` opens no containers, except the only one of a checkpoint."""
+        return "keys" in self.__dict__ or self.head.containers == 1
 
     def has_lost(self, full: str, rank: int) -> bool:
         """Whether a rank saved an object with the full key in a container that is known to be missing."""
-        if rank not in self.lost or self.head.ranks == 1:
+        if rank not in self.lost or self.head.containers == 1:
             return False
         found = self.holding.find(object_hash(full))
         return found is not None and rank in self.holding.holders(found, 0, 1)
@@ -361,12 +371,12 @@ class Stored:
             providers: The names under which the providers are stored.
         """
         taken = set(wanted.tolist())
-        left = set(self.holding.keys().tolist()) - taken if self.head.ranks > 1 else None
+        left = set(self.holding.keys().tolist()) - taken if self.head.containers > 1 else None
         found: list[str] = []
-        for rank in range(self.head.ranks):
+        for number in range(self.head.ranks):  # each kept array is in its rank's container, too, without elements
             if left is not None and not left:
                 break
-            if (source := self.container(rank)) is None:
+            if (source := self.container(number)) is None:
                 continue
             table = source.index.shards
             arrays = [(n, table.keys[i]) for n in table.providers for i in table.of_provider(n)]
@@ -384,7 +394,7 @@ class Stored:
 
     def digest(self, full: str) -> int | None:
         """The sum of all parts' contributions to the digest of a tensor; None if a contribution is unknown."""
-        if self.head.ranks == 1:
+        if self.head.containers == 1:
             return contributed(self.rows(0, [full]).get(full, []))
         tensor = self.holding.find(key_hash(full))
         return None if tensor is None else self.holding.digest(tensor)

@@ -75,7 +75,9 @@ def load(
             raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
         if any(own.tied for own in rows):
             _refuse_untied(rows, tables, tensors)
-    pieces = [p for source, own, data in zip(sources, rows, pickles, strict=True) for p in _pieces(source, own, data)]
+    # kept containers come last, and have nothing that the ranks' own do not refer to
+    own = list(zip(sources, rows, pickles, strict=True))[: stored.head.ranks]
+    pieces = [piece for parts in own for piece in _pieces(*parts)]
     with contextlib.closing(new):
         # the parts have as many elements as the tensor; if one is missing, another is there twice
         new.begin(executor, lambda key: FormatError(f"{key!r} has parts that overlap"))

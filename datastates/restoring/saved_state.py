@@ -99,7 +99,7 @@ class SavedState(Compared, Saved):
         is_whole, record = table.part[row] == WHOLE, table.record[row]
         for i in np.flatnonzero((np.bincount(record)[record] > 1) & is_whole).tolist():
             found.setdefault((-1, int(record[i])), {})[keys[number[i]]] = int(table.offset[row[i]])
-        if self.ranks > 1:
+        if self._stored.head.containers > 1:
             wholly = {keys[i] for i in number[is_whole].tolist()}
             for rank, rows in self._rows_of_others([key for key in keys if key not in wholly]):
                 for key, one in rows.items():
@@ -107,7 +107,7 @@ class SavedState(Compared, Saved):
         return [group for group in found.values() if len(group) > 1]
 
     def _rows_of_others(self, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Row]]]:
-        """For each other rank, the rows of the arrays that it alone wrote: this rank wrote nothing of them."""
+        """For each other container, the rows of the arrays that it alone has: the base has nothing of them."""
         asked: dict[int, dict[str, str]] = {}
         for key in keys:
             row = self.find(key)
@@ -131,7 +131,8 @@ class SavedState(Compared, Saved):
         """Read the structure of an object from each other rank that saved one of the arrays; see :meth:`structure`."""
         known = self.arrays()
         wanted = [(full_key(self.name, array), Part.whole(known[array].shape)) for array in arrays]
-        ranks = sorted({rank for full, part in wanted for rank in self._stored.holders(full, part)})
+        of = self._stored.head.ranks  # a kept container has no objects: its rank's own has them
+        ranks = sorted({number % of for full, part in wanted for number in self._stored.holders(full, part)})
         self._stored.open_containers(ranks)
         for rank in ranks:
             other = self._stored.container(rank)

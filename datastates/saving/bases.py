@@ -6,15 +6,17 @@ import contextlib
 from dataclasses import dataclass
 
 from datastates._base import log
-from datastates.commit import manifest
-from datastates.commit.manifest import named_in
+from datastates.commit import manifest, trial
+from datastates.commit.manifest import named_of
 from datastates.config import Settings
-from datastates.container.file import open_container, read_index
+from datastates.container.file import Container, open_named, read_index
 from datastates.container.index import Index
 from datastates.container.partial_records import hashes_of
-from datastates.errors import DatastatesError
+from datastates.errors import DatastatesError, StorageError, said
 from datastates.saving import gate
+from datastates.saving.halves import LastHalves
 from datastates.saving.stale import Watch
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 NEVER_SAVED = "nothing with hashes was saved before"
@@ -49,50 +51,87 @@ class Base:
         return False
 
 
-class Bases:
-    """The base of a run's next save on this rank, and whether saves share bytes with it. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What a rank has in the checkpoint that the run has committed or restored last.
 
-    A base is what this run has written, or has restored: its bytes were right when they were last seen.
+    Attributes:
+        own: Its container.
+        kept: Its kept container; None without one.
+    """
+
+    own: Base
+    kept: Base | None = None
+
+
+class Bases:
+    """What a rank's next save is compared with, and how it shares bytes with it. Thread-safe.
+
+    It is what this run has written, or has restored: its bytes were right when they were last seen.
 
     Attributes:
         refused: Why no bytes are shared; empty as long as they may be.
+        links: Whether whole files are linked, because ranges of files are not shared there.
+        halves: Plans a state in two containers.
         watch: Compares each save with the one before; None where nobody asks for it.
     """
 
     def __init__(
-        self, rank: int, *, refused: str = "", full_every: int | None, watch: Watch | None, keeps_watch: bool
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        refused: str = "",
+        full_every: int | None,
+        watch: Watch | None,
+        keeps_watch: bool,
     ) -> None:
         """Begin without a base.
 
         Args:
             rank: The number of this rank.
+            ranks: The number of ranks that save together.
             refused: As the attribute.
             full_every: Each so many saves, and the first one, are written in full; None: none.
             watch: Compares each save with the one before; None: none is needed.
             keeps_watch: Whether it compares them also where no bytes are shared.
         """
-        self.refused = refused
+        self.refused, self.links = refused, False
+        self.halves = LastHalves()
         self.watch, self._keeps_watch = watch, keeps_watch
-        self._rank, self._full_every = rank, full_every
-        self._newest: Base | None = None
+        self._rank, self._ranks, self._full_every = rank, ranks, full_every
+        self._newest: Newest | None = None
         self._restored: Location | None = None  # not opened yet
         self._shared = (full_every or 1) - 1  # saves since the last full one
+        self._tried = False
         self._failures = 0
 
-    def next(self) -> tuple[Base | None, str]:
-        """The base for the next save; without one, why it is written in full."""
+    def next(self, file: Location) -> tuple[Newest | None, str]:
+        """What the next save, into a new file, is compared with; without it, why it is written in full."""
+        if not (self.refused or self._tried):
+            if isinstance(store_of(file), Folders):
+                try:
+                    self.links = not trial.shares_ranges(file.parent)
+                except StorageError as error:  # the next save tries again
+                    return None, said(error)
+            else:
+                self._refuse(f"files do not share bytes in {file.parent.parent}")
+            self._tried = True
         if self.refused:
             return None, self.refused
         path, self._restored = self._restored, None
         if path is not None:
-            self._newest = _opened(path, self._rank)
-        if self._full_every is not None and self._shared + 1 >= self._full_every:
-            return None, "full_every"
+            self._newest = _opened(path, self._rank, self._ranks)
         return (None, NEVER_SAVED) if self._newest is None else (self._newest, "")
 
-    def committed(self, base: Base, *, shares: bool) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time for a save in full."""
+        return self._full_every is not None and self._shared + 1 >= self._full_every
+
+    def committed(self, newest: Newest, *, shares: bool) -> None:
         """Note a save that is committed. ``shares``: it has bytes of another checkpoint."""
-        self._newest, self._shared, self._restored = base, self._shared + 1 if shares else 0, None
+        self._newest, self._shared, self._restored = newest, self._shared + 1 if shares else 0, None
         self._failures = 0 if shares else self._failures
 
     def restored(self, path: Location | None) -> None:
@@ -105,14 +144,20 @@ class Bases:
         return not self.refused or (self._keeps_watch and self.watch is not None)
 
     def failed(self, why: str) -> None:
-        """Note that the storage has not shared bytes; after two saves in a row, later ones do not try again."""
+        """Note that the storage has not shared bytes; after two saves in a row, another way is tried, or none."""
         self._failures += 1
         if self._failures == _MOST_FAILURES:
-            self.refused = why
-            log.warning("incremental: each checkpoint is written in full, as %s", why)
+            self._failures = 0
+            if self.links:
+                self._refuse(why)
+            self.links = True
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        log.warning("incremental: each checkpoint is written in full, as %s", why)
 
 
-def bases_of(settings: Settings, rank: int) -> Bases | None:
+def bases_of(settings: Settings, rank: int, ranks: int) -> Bases | None:
     """The bases of a rank's saves; None where the settings ask for no hashes."""
     asked = settings.on_stale or ("warn" if settings.incremental else "ignore")
     watch = None if asked == "ignore" else Watch(asked)
@@ -122,6 +167,7 @@ def bases_of(settings: Settings, rank: int) -> Bases | None:
         gate.watch(watch)
     return Bases(
         rank,
+        ranks,
         refused="" if settings.incremental else "incremental is not set",
         full_every=settings.full_every,
         watch=watch,
@@ -129,12 +175,15 @@ def bases_of(settings: Settings, rank: int) -> Bases | None:
     )
 
 
-def _opened(checkpoint: Location, rank: int) -> Base | None:
-    """The container of a rank in a checkpoint, if it has hashes."""
+def _opened(checkpoint: Location, rank: int, ranks: int) -> Newest | None:
+    """What a rank has in a checkpoint of as many ranks, if it has hashes."""
     with contextlib.suppress(DatastatesError, OSError):  # then the next save is a full one
-        named = named_in(checkpoint, manifest.open(checkpoint))
-        if rank < len(named):
-            found = open_container(named[rank].path)
-            if hashes_of(found.index) is not None:
-                return Base(found.path, found.nbytes, found.index, found.index_crc)
+        made = manifest.open(checkpoint)
+        bases = [_base(found) for found in open_named(named_of(checkpoint, made, rank))]
+        if made.world_size == ranks and all(hashes_of(base.index) is not None for base in bases):
+            return Newest(*bases)
     return None
+
+
+def _base(found: Container) -> Base:
+    return Base(found.path, found.nbytes, found.index, found.index_crc)

@@ -253,7 +253,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
             p, shard = rows[i]
             # tied arrays must stay one array; different views of the same memory must not become one
             view = (*_memory(rows[i]), shard.dtype, shard.kind, shard.shape, shard.stride, shard.buffer_offset)
-            rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
+            rows[i] = p, empty_part(shard, views.setdefault(view, len(views) + 1))
             left[i] = shard
     return left
 
@@ -273,7 +273,7 @@ def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:
     return (buffer.device, buffer.pointer, buffer.nbytes) if buffer.nbytes else (row[0], row[1].key)
 
 
-def _empty_part(shard: Shard, number: int) -> Shard:
+def empty_part(shard: Shard, number: int) -> Shard:
     """Make an empty part of an array. Only empty parts with the same ``number`` share a record."""
     nothing = Buffer(number, 0)
     return replace(

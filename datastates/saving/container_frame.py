@@ -31,13 +31,13 @@ class ContainerFraming:
     """Plans containers, one for each structure. See :class:`~datastates.saving.frame.Framing`.
 
     Attributes:
-        ranks: The number of ranks that save together.
+        claims: Whether it is one of several containers of a checkpoint, so that its parts are claimed.
         bare: Whether ``data.pkl`` is the value of the only provider, instead of a mapping of providers.
         nested: Whether each record is an archive of its own; see :mod:`datastates.container.nested_archives`.
             Arrays that share memory must then have the same shape and type.
     """
 
-    ranks: int = 1
+    claims: bool = False
     bare: bool = False
     nested: bool = False
 
@@ -61,7 +61,7 @@ class ContainerFraming:
         stored: list[dict[str, StoredArray]] = [{} for _ in structure.names]
         for (p, shard), number in zip(structure.arrays, record, strict=True):
             stored[p].setdefault(shard.key, _stored(shard, number))  # data.pkl has the first of several parts
-        claims = claims_of(table) if self.ranks > 1 else None
+        claims = claims_of(table) if self.claims else None
         digests = plan_digests(table, records.nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)
         pickle_offset = archive.pickle_place(plan.end, nest)

@@ -82,7 +82,7 @@ def refuse_what_cannot_commit(told: dict[int, bytes]) -> bytes:
             raise CommitError("the ranks' parts do not make whole tensors")
         catalog.encode_catalog(claims, np.zeros(len(claims), np.uint64), np.zeros(len(claims), np.uint32))
     except (CommitError, catalog.ConflictError) as error:
-        raise CommitError(describe_conflicts(tables) or str(error)) from None
+        raise CommitError(describe_conflicts(tables.items()) or str(error)) from None
     refuse_difference(list(every), claims, [d.replicas for d in every.values()], tables.__getitem__)
     return b""
 
@@ -100,7 +100,7 @@ def describe(executor: Executor, collected: Collected, ranks: int) -> Described:
         TornSnapshotError: The memory of an array was unmapped meanwhile.
     """
     structure = collected.structure
-    ContainerFraming(ranks).plan(structure, executor.block)
+    ContainerFraming(claims=ranks > 1).plan(structure, executor.block)
     for provider, shard in collected.objects:
         _serialize(collected, provider, shard)
     replicas, addresses = structure.replicas, collected.places.replicas

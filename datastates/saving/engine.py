@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from datastates._base import log
@@ -84,7 +84,7 @@ class Engine:
 
     def _start(self) -> None:
         world = self.world
-        self._saver = Saver(self.executor, ContainerFraming(world.size), world.rank, world.size, self._bases)
+        self._saver = Saver(self.executor, ContainerFraming(claims=world.size > 1), world.rank, world.size, self._bases)
         self._pool = Workers("datastates", self._threads)
         # work that waits for other ranks must not occupy the threads that capture state
         self._aside = Workers("datastates-aside", _MOST_ASIDE)
@@ -295,10 +295,11 @@ class Engine:
         if self._bases is not None:
             self._bases.restored(None)
 
-    def restored(self, path: Location) -> None:
-        """Note what the state was restored from."""
+    def restored(self, path: Location, source: Mapping[str, int]) -> None:
+        """Note what the state was restored from: a checkpoint, and the bytes that came from each place."""
         if self._bases is not None:
-            self._bases.restored(path)
+            is_here = source.keys() <= {str(path.parent)}  # what came from elsewhere is not here, or damaged
+            self._bases.restored(path if is_here else None)
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""

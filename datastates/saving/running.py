@@ -11,14 +11,14 @@ import numpy as np
 
 from datastates._base.columns import U64
 from datastates._base.waiting import Flag
-from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
 from datastates.commit.replicas import ReplicaDigests
+from datastates.commit.votes import File, Vote
 from datastates.container.index import Hashes
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import Executor, PreparedWrite
-from datastates.executor.jobs import NOTHING, WriteJob, recorded
+from datastates.executor.jobs import NOTHING, Recorded, WriteJob, recorded
 from datastates.saving.collect import Collected
 from datastates.saving.frame import Checksums, Frame, Tail
 from datastates.saving.snapshot import Snapshot, attach, detach, fail, reach, stage
@@ -172,8 +172,7 @@ class Running:
             self._pass()
         except Exception as error:
             self.cause = error  # before the job is stopped: run() notices the stop
-            if self._job is not None:
-                self._job.abort()
+            self._stop()
             fail(self.snapshot, error)
 
     def _pass(self) -> None:
@@ -197,7 +196,7 @@ class Running:
             self._wait_captured()
             tail, vote = self._write()
             self.job.finish(tail)
-            reach(self.snapshot, "persisted", file_nbytes=vote.nbytes)
+            reach(self.snapshot, "persisted", file_nbytes=sum(file.nbytes for file in vote.files))
             with stage(self.snapshot, "commit"):
                 path = self.ending.commit(vote)
             self._note(path)
@@ -207,7 +206,7 @@ class Running:
             try:
                 self._discard()
             finally:
-                cause = self.ending.cause_of(cause, self.planned.frame.plan.end)
+                cause = self.ending.cause_of(cause, self._written_nbytes)
                 fail(self.snapshot, cause)
             return cause
         self._let_go()
@@ -225,11 +224,20 @@ class Running:
 
     def _discard(self) -> None:
         self.lazy_serialized.set()
-        if self._job is not None:
-            self._job.abort()
+        self._stop()
         self.ending.abandon(made=self._job is not None and self._job.made)
         self.witness.forget()
         self._let_go()
+
+    def _stop(self) -> None:
+        """Stop the work of the native core: no memory is read any more."""
+        if self._job is not None:
+            self._job.abort()
+
+    @property
+    def _written_nbytes(self) -> int:
+        """About how many bytes are written."""
+        return self.planned.frame.plan.end
 
     def _serialize_lazy(self) -> None:
         try:
@@ -282,18 +290,15 @@ class Running:
         with stage(self.snapshot, "encode"):
             sums, hashes = self._checksums()
             self._tail = tail = encode_tail(sums, self.ending.identity, hashes)
-        return tail.data, Vote(
-            step=self.snapshot.step,
-            file=self.ending.path.name,
-            nbytes=frame.plan.end + len(tail.data),
-            index_crc32=tail.index_crc32,
-            claims=tail.claims,
-            replicas=self.replicas,
-        )
+        file = File(self.ending.path.name, frame.plan.end + len(tail.data), tail.index_crc32, tail.claims)
+        return tail.data, Vote(step=self.snapshot.step, files=(file,), replicas=self.replicas)
 
     def _let_go(self) -> None:
         self._release()
-        detach(self.snapshot, self._figures(), recorded(self._job) if self._job else NOTHING)
+        detach(self.snapshot, self._figures(), self._recorded())
+
+    def _recorded(self) -> Recorded:
+        return NOTHING if self._job is None else recorded(self._job)
 
     def _figures(self) -> dict[str, Any]:
         return self._job.stats() if self._job else {}

@@ -134,6 +134,15 @@ class Folders(Store):
     def create(self, path: Location, data: bytes) -> None:
         """Write a new file to stable storage. Its name is durable after :meth:`sync_folder`."""
 
+    def link(self, source: Location, target: Location) -> bool:
+        """Give a file a second name, which nothing has, and put its bytes on stable storage.
+
+        Returns False where that is not offered. Raises StorageError where this file cannot be linked, as with ENOENT,
+        EXDEV and EMLINK. Then nothing has the name.
+        """
+        del source, target
+        return False
+
     @abstractmethod
     def touch(self, path: Location) -> None:
         """Make an empty file, not durable, unless a file is there."""

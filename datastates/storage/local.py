@@ -27,6 +27,8 @@ from datastates.storage.objects import ABSENT, Entry, Traits
 _TRIES = 8
 """Tries to make a folder that other processes make and delete meanwhile."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_NOT_OFFERED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""The error numbers that mean that a store has no hard links."""
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
 
@@ -224,6 +226,24 @@ class LocalStore(Folders):
             except OSError as error:
                 if error.errno in FAILING or _call_libc("syncfs", fd):
                     raise
+
+    @override
+    def link(self, source: Location, target: Location) -> bool:
+        with self._call("link", target):
+            if source.scheme or not stat.S_ISREG(os.lstat(source).st_mode):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(target))
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                if not os.path.samefile(source, target):  # NFS: the answer to a first request was lost
+                    raise
+            except OSError as error:
+                if error.errno in _NOT_OFFERED:
+                    return False
+                raise
+            with opened(target, os.O_RDONLY) as fd:
+                os.fsync(fd)  # who has copied the source may not have
+        return True
 
     @override
     def rename(self, source: Location, target: Location) -> None:

@@ -12,11 +12,12 @@ from object_place import DROPPED, MADE, ROOT, SHORT, Answers, there
 from voting import together
 
 from datastates.commit import manifest
-from datastates.commit.ballot import Ballot, Vote
+from datastates.commit.ballot import Ballot
 from datastates.commit.claims import Claims
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name
 from datastates.commit.object_tier import ObjectTier
 from datastates.commit.run import Run
+from datastates.commit.votes import File, Vote
 from datastates.errors import UncertainError
 from datastates.kept import Keep
 from datastates.ranks.world import World, world_of
@@ -93,7 +94,7 @@ class Job:
             *(np.zeros(0, kind) for kind in (np.uint64, np.uint32, np.uint64, np.uint64, np.uint32, np.uint8)), 0
         )
         alone = len(ballots) == 1
-        votes = [Vote(b.step, file=b.path.name, nbytes=5, claims=None if alone else nothing) for b in ballots]
+        votes = [Vote(b.step, files=(File(b.path.name, 5, 0, None if alone else nothing),)) for b in ballots]
         return together(*(lambda b=b, v=v: b.commit(v) for b, v in zip(ballots, votes, strict=True)))
 
 
@@ -129,6 +130,7 @@ def kept_before(store: Answers, count: int, ranks: int) -> None:
         store.replace(path / manifest.FILE, manifest.encode(made))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [3, 1000])
 def test_a_commit_takes_few_requests_however_many_are_kept(kept: int, worlds: list[World], counting: Counting) -> None:
     """Parts + 4 a rank, of which two begin and complete an upload, and 4 for all. A deletion comes on top."""

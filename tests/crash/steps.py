@@ -19,7 +19,7 @@ from datastates.state.provider import StateProvider
 from datastates.storage import local, local_files
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-OTHERS = {"readlink", "rmdir", "share", "statvfs", "utime"}  # no training loop calls these
+OTHERS = {"link", "readlink", "rmdir", "share", "statvfs", "utime"}  # no training loop calls these
 _SOURCE = inspect.getsource(local) + inspect.getsource(local_files)
 OPERATIONS = sorted({"unlock", *re.findall(r'call\("(\w+)"', _SOURCE)} - OTHERS)
 """The system calls on a checkpoint's files that have fault points."""

@@ -17,7 +17,8 @@ from steps import OPTIONS, providers
 import datastates as ds
 from datastates import _native
 from datastates._base.workers import Workers
-from datastates.commit.ballot import Ballot, Vote
+from datastates.commit.ballot import Ballot
+from datastates.commit.votes import Vote
 from datastates.errors import StorageError, ThreadStartError
 from datastates.saving.saver import Saver
 from datastates.storage.location import Location

@@ -26,7 +26,7 @@ from datastates.ranks.world import SoloWorld, World
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
 import per_host_job
 
-job = per_host_job.job
+job, machines = per_host_job.job, per_host_job.machines
 
 Reports = list[dict[str, dict[str, Any]]]
 

@@ -11,6 +11,7 @@ import pytest
 from split_state import Split
 
 import datastates as ds
+from datastates.commit import hosts
 from datastates.providers import PickledObjectProvider
 
 SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5)}
@@ -41,6 +42,19 @@ def job(threads: Any, tmp_path: Path) -> Callable[..., list[Any]]:
         return threads(ranks, one)
 
     return run
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each directory be on a machine of its own."""
+    find = hosts.find
+
+    def found(world: Any, name: str, root: Any, beside: str) -> hosts.Hosts:
+        told = find(world, name, root, beside)
+        places = [place.partition(":")[2] for place in told.places]
+        return hosts.Hosts(told.rank, told.leaders, [f"{Path(one).parent.name}:{one}" for one in places])
+
+    monkeypatch.setattr("datastates.commit.spread_opening.find", found)
 
 
 def save(*steps: int) -> Callable[..., Any]:

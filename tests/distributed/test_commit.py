@@ -51,6 +51,7 @@ def assert_tidy(root: Path, *steps: int) -> None:
         assert commands.main(["verify", str(path)]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "layout"), short.first([(3, "rows"), (1, "rows"), (2, "columns"), (4, "ranges"), (3, "replicas")])
 )
@@ -81,7 +82,7 @@ def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, 
         entry = manifest.open(path).catalog
         assert entry is not None
         catalog = Catalog(lambda offset, length: data[offset : offset + length], entry.nbytes, entry.head_crc32)
-        assert catalog.ranks == count
+        assert catalog.containers == count
         for key, shape in SHAPES.items():
             tensor = catalog.find(key_hash(key))
             assert tensor is not None
@@ -100,6 +101,7 @@ def test_replicas_share_the_work(ranks: Any, tmp_path: Path) -> None:
     assert max(nbytes) - min(nbytes) <= 4 * 139
 
 
+@pytest.mark.long
 def test_each_file_is_one_that_torch_loads(ranks: Any, tmp_path: Path) -> None:
     ranks(3, LOOP, tmp_path / "run", 7, LAYOUT="columns")
     loaded = [torch.load(file) for file in sorted((tmp_path / "run" / "step-00000007").glob("*.pt"))]

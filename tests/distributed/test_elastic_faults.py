@@ -167,7 +167,7 @@ def test_a_manifest_without_a_catalog_is_none_of_several_ranks(threads: Any, tmp
     file.write_bytes(manifest.encode(made))
     for error in refused(threads, tmp_path / "c"):
         assert f"{file}: " in str(error)
-        assert "a catalog belongs to a checkpoint of several ranks" in str(error)
+        assert "a catalog belongs to a checkpoint of several containers" in str(error)
 
 
 def test_a_damaged_part_fails_the_restore_on_all_ranks(threads: Any, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_keys_of_other_ranks_are_expected_and_those_of_none_are_named(threads: A
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "number"), short.first([("finish", 3), ("choose", 1)]))
+@pytest.mark.parametrize(("stage", "number"), short.first([("finish", 3), ("choose", 1)], rest=pytest.mark.by_hand))
 def test_a_rank_killed_during_a_restore_is_named_by_the_others(
     ranks: Any, tmp_path: Path, stage: str, number: int
 ) -> None:

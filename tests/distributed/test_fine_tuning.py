@@ -15,7 +15,11 @@ import json, os, sys
 sys.path.insert(0, {str(Path(reflinks.__file__).parent)!r})
 import reflinks
 import datastates as ds
-reflinks.emulate()
+from datastates.commit import trial
+if sys.argv[2] == "ranges":
+    reflinks.emulate()
+else:
+    trial.shares_ranges = lambda folder: False
 
 def saved(root, providers, update, steps=3):
     # bytes written by each step, on this rank
@@ -89,16 +93,17 @@ saved(sys.argv[1], [from_pytree("train", get=lambda: held, set=held.update)], up
 """
 
 
+@pytest.mark.parametrize("shared", ["ranges", "files"])
 @pytest.mark.parametrize(
     ("name", "script", "count", "package"),
     [("peft", PEFT, 1, "peft"), ("FSDP2", FSDP, 2, "torch"), ("JAX, optax", JAX, 1, "optax")],
 )
 def test_the_frozen_weights_are_not_written_again(
-    name: str, script: str, count: int, package: str, ranks: Any, tmp_path: Path
+    shared: str, name: str, script: str, count: int, package: str, ranks: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip(package)
-    done = ranks(count, BEGIN + script, tmp_path / "run", timeout=200, imported=())
+    done = ranks(count, BEGIN + script, tmp_path / "run", shared, timeout=200, imported=())
     by_rank = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     full, second, third = (sum(step) for step in zip(*by_rank, strict=True))
-    print(f"{name}: {full / 1e6:.1f} MB, then {second / 1e6:.2f} and {third / 1e6:.2f} MB")
+    print(f"{name}, {shared}: {full / 1e6:.1f} MB, then {second / 1e6:.2f} and {third / 1e6:.2f} MB")
     assert third < full / 10

@@ -15,28 +15,15 @@ import pytest
 from per_host_job import OPTIONS, RANKS, host_of, names, restore, save
 
 import datastates as ds
-from datastates.commit import carry, hosts
+from datastates.commit import carry
 from datastates.draining import bring, peers
 from datastates.draining.drains import Drains
 from datastates.errors import SettingsError, StorageError
 from datastates.ranks.link import Link
 from datastates.storage import Location
 
-pytestmark = pytest.mark.usefixtures("links")
+pytestmark = pytest.mark.usefixtures("links", "machines")
 EVERY = [f"rank-0000{rank}.pt" for rank in range(RANKS)]
-
-
-@pytest.fixture(autouse=True)
-def machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each directory be on a machine of its own."""
-    find = hosts.find
-
-    def found(world: Any, name: str, root: Any, beside: str) -> hosts.Hosts:
-        told = find(world, name, root, beside)
-        places = [place.partition(":")[2] for place in told.places]
-        return hosts.Hosts(told.rank, told.leaders, [f"{Path(one).parent.name}:{one}" for one in places])
-
-    monkeypatch.setattr("datastates.commit.spread_opening.find", found)
 
 
 def files(tmp_path: Path, host: str, step: int) -> list[str]:

@@ -40,3 +40,9 @@ def hashed() -> Path:
 def several() -> Path:
     """A checkpoint of two ranks."""
     return HERE / "several"
+
+
+@pytest.fixture(scope="session")
+def kept() -> Path:
+    """A checkpoint of one rank with a kept container."""
+    return HERE / "kept"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,36 +235,58 @@ PARTS: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
     },
 )
 """For each rank, its part of each tensor: box or flat range, where it lies, and its shape."""
+KEPT = "kept"
+HALVES: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
+    {"w": ("box", (0, 0), (4, 6)), "cut": ("flat", (0, 0), (0,)), "none": ("box", (0, 0), (0, 4))},
+    {"cut": ("box", (0,), (10,))},
+)
+"""The same of one rank, and of its kept container."""
 
 
 def build_several() -> dict[str, bytes]:
     """The files of a checkpoint of two ranks, by name."""
+    made = (_of_rank({**IDENTITY, "rank": rank, "world_size": 2}, held) for rank, held in enumerate(PARTS))
+    return _several(made, 2, {"format": 1})
+
+
+def build_kept() -> dict[str, bytes]:
+    """The files of a checkpoint of one rank with a kept container of an earlier step, by name."""
+    earlier = {**IDENTITY, "step": 60, "attempt": "0a1b2c3d"}
+    made = (_of_rank(IDENTITY, HALVES[0]), _of_rank(earlier, HALVES[1], objects=False))
+    return _several(made, 1, {"format": 3, "sequence": 7})
+
+
+def _several(made: Iterable[tuple[bytes, Index, int]], ranks: int, numbers: dict[str, int]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     claims, nbytes, crcs = [], [], []
-    for rank, held in enumerate(PARTS):
-        data, index, index_crc = _of_rank(rank, held)
-        files[manifest.container_name(rank)] = data
+    for number, (data, index, index_crc) in enumerate(made):
+        files[manifest.file_name(number, ranks)] = data
         claims.append(whole_claims(claims_of(index.shards), index))
         nbytes.append(len(data))
         crcs.append(index_crc)
     encoded, head_crc = catalog.encode_catalog(claims, np.array(nbytes, np.uint64), np.array(crcs, np.uint32))
     files[catalog.FILE] = encoded
-    made = manifest.Manifest(
-        format=1,
+    written = manifest.Manifest(
+        **numbers,  # type: ignore[arg-type]
         step=120,
         attempt="9f86d081",
         created="2026-01-31T12:00:00+00:00",
-        world_size=2,
+        world_size=ranks,
         containers=tuple(
-            manifest.ContainerEntry(file=manifest.container_name(r), rank=r, nbytes=n, index_crc32=c)
-            for r, (n, c) in enumerate(zip(nbytes, crcs, strict=True))
+            manifest.ContainerEntry(file=manifest.file_name(i, ranks), rank=i % ranks, nbytes=n, index_crc32=c)
+            for i, (n, c) in enumerate(zip(nbytes, crcs, strict=True))
         ),
         catalog=manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc),
     )
-    return {**files, MANIFEST: manifest.encode(made)}
+    return {**files, MANIFEST: manifest.encode(written)}
 
 
-def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]) -> tuple[bytes, Index, int]:
+def _of_rank(
+    identity: dict[str, int | str],
+    held: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
+    *,
+    objects: bool = True,
+) -> tuple[bytes, Index, int]:
     records, shards, stored = [], [], []
     for i, (key, (kind, where, shape)) in enumerate(held.items()):
         whole = WHOLE[key]
@@ -285,14 +308,18 @@ def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, .
         end = begins[-1] + size + 24
     crc = np.array([checksums.crc32(r) for r in records], np.uint32)
     begin = zip_frames.pickle_place(end)
-    states = [ProviderState("m", None, tuple(stored)), ProviderState("loop", pickle_writer.dumps({"rank": rank}))]
-    pickle, objects = data_pkl.encode_pickle(states, begin)
+    states = [ProviderState("m", None, tuple(stored))]
+    if objects:
+        states.append(ProviderState("loop", pickle_writer.dumps({"rank": identity["rank"]})))
+    pickle, placed = data_pkl.encode_pickle(states, begin)
     index = Index(
-        identity={**IDENTITY, "rank": rank, "world_size": 2},
+        identity=identity,
         records=Records(np.array(ends, np.uint64), np.array(begins, np.uint64), sizes, crc),
         chunk_crc=crc[sizes > 0],
-        shards=_digested(table_of(["m", "loop"], [(0, s) for s in shards], list(range(len(shards)))), records),
-        objects=objects,
+        shards=_digested(
+            table_of([s.name for s in states], [(0, s) for s in shards], list(range(len(shards)))), records
+        ),
+        objects=placed,
         pickle_offset=begin,
         pickle_nbytes=len(pickle),
         pickle_crc=checksums.crc32(pickle),
@@ -360,5 +387,7 @@ if __name__ == "__main__":
     (HERE / HASHED).write_bytes(build(hashed=True)[CONTAINER])
     (HERE / NESTED).write_bytes(build_nested())
     (HERE / SEVERAL).mkdir(exist_ok=True)
-    for file, content in build_several().items():
-        (HERE / SEVERAL / file).write_bytes(content)
+    (HERE / KEPT).mkdir(exist_ok=True)
+    for folder, files in ((SEVERAL, build_several()), (KEPT, build_kept())):
+        for file, content in files.items():
+            (HERE / folder / file).write_bytes(content)

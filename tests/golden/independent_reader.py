@@ -63,9 +63,12 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         names.insert(names.index("world_size"), "metric")
         assert type(fields["metric"]) is float
         assert math.isfinite(fields["metric"])
-    assert list(fields) == names + (["catalog"] if fields["world_size"] > 1 else [])
-    assert fields["format"] in (1, 2)
-    assert [c["rank"] for c in fields["containers"]] == list(range(fields["world_size"]))
+    ranks = [c["rank"] for c in fields["containers"]]
+    own, kept = ranks[: fields["world_size"]], ranks[fields["world_size"] :]
+    assert list(fields) == names + (["catalog"] if len(ranks) > 1 else [])
+    assert fields["format"] in ((3,) if kept else (1, 2))
+    assert own == list(range(fields["world_size"]))
+    assert kept == sorted({*kept} & {*own})
     return fields
 
 

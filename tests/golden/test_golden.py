@@ -21,11 +21,13 @@ from datastates.commit import manifest
 from datastates.container import index
 from datastates.container.file import open_container
 from datastates.container.index import encode_index
+from datastates.formats import own
 from datastates.formats.own import verify_catalog, verify_container
 from datastates.reading.every_container import open_checkpoint
 from datastates.reading.stored import Stored
 from datastates.state import dtypes
 from datastates.state.shards import full_key
+from datastates.storage import Location
 
 WITHOUT = "torch is not installed: what it makes of the golden files was NOT looked at"
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -126,7 +128,26 @@ def test_golden_checkpoint_of_several_ranks_loads_and_verifies(made: SimpleNames
     assert loaded["loop"] == {"rank": 0}
     head, containers = Stored.open(several).head, open_checkpoint(several)[1]
     assert [p for one in containers for p in verify_container(one, lambda _: None)] == []
-    assert list(verify_catalog(head, containers, lambda _: None)) == []
+    assert list(verify_catalog(head, dict(enumerate(containers)), lambda _: None)) == []
+
+
+def test_encoding_gives_the_golden_bytes_of_a_kept_container(made: SimpleNamespace, kept: Path) -> None:
+    assert made.build_kept() == {file.name: file.read_bytes() for file in kept.iterdir()}
+
+
+def test_golden_checkpoint_with_a_kept_container_loads_and_verifies(made: SimpleNamespace, kept: Path) -> None:
+    wholes = {key: made.WHOLE[key].tobytes() for key in ("w", "cut", "none")}
+    with ds.open(kept) as checkpoint:
+        assert list(checkpoint) == [f"m/{key}" for key in wholes]
+        assert {key: content(checkpoint[f"m/{key}"]) for key in wholes} == wholes
+        assert [checkpoint.digest(f"m/{key}") for key in wholes] == [f"{zlib.crc32(d):08x}" for d in wholes.values()]
+    loaded = ds.load(kept)
+    assert {key: content(array) for key, array in loaded["m"].items()} == wholes
+    assert loaded["loop"] == {"rank": 0}
+    assert list(own.open(Location(kept)).verify(lambda _: None)) == []
+    torch = pytest.importorskip("torch", reason=WITHOUT)
+    found = torch.load(kept / "rank-00000.kept.pt", weights_only=True)
+    assert {key: content(array) for key, array in found["m"].items()} == {"cut": wholes["cut"]}
 
 
 def test_golden_container_holds_every_element_type(golden: dict[str, Path]) -> None:
@@ -241,13 +262,14 @@ def test_decoding_gives_the_golden_manifest(golden: dict[str, Path]) -> None:
     assert (entry.file, entry.rank, entry.nbytes) == ("container.pt", 0, golden["container.pt"].stat().st_size)
 
 
-def test_each_format_of_the_page_about_versions_has_a_golden_file(golden: dict[str, Path]) -> None:
+def test_each_format_of_the_page_about_versions_has_a_golden_file(golden: dict[str, Path], kept: Path) -> None:
     manifests = [manifest.decode(golden[n].read_bytes(), n) for n in ("manifest.json", "manifest-2.json")]
-    assert [m.format for m in manifests] == list(range(1, manifest.FORMAT_VERSION + 1))
-    assert [m.sequence for m in manifests] == [None, 7]
+    manifests.append(manifest.open(Location(kept)))
+    assert [m.format for m in manifests] == [1, manifest.FORMAT_VERSION, manifest.WITH_KEPT] == [1, 2, 3]
+    assert [m.sequence for m in manifests] == [None, 7, 7]
     page = (Path(__file__).parents[2] / "docs" / "versions.md").read_text("utf-8")
     release = ".".join(ds.__version__.split(".")[:2])
-    assert f"\n| {release} | {index.FORMAT_VERSION} | {manifest.FORMAT_VERSION} |" in page
+    assert f"\n| {release} | {index.FORMAT_VERSION} | {manifest.FORMAT_VERSION}, or {manifest.WITH_KEPT} with " in page
 
 
 def test_golden_files_open_as_a_checkpoint(golden: dict[str, Path]) -> None:

@@ -89,6 +89,39 @@ def test_a_sequence_in_a_manifest_of_format_1_is_refused(refused: Any) -> None:
     refused("manifest", data=signed({**FIELDS, "sequence": 1}))
 
 
+CATALOG = {"file": "catalog.bin", "nbytes": 100, "head_crc32": 7}
+KEPT = {**ENTRY, "file": "rank-00000.kept.pt"}
+
+
+def with_kept(*kept: dict[str, Any], number: int = 3) -> bytes:
+    fields = json.loads(numbered(1))
+    del fields["crc32"]
+    return signed({**fields, "format": number, "containers": [ENTRY, *kept], "catalog": CATALOG})
+
+
+def test_a_kept_container_is_accepted(attack: Any) -> None:
+    assert attack("manifest", data=with_kept(KEPT)).error is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_kept(KEPT, number=2),
+        with_kept(),
+        with_kept(KEPT, KEPT),
+        with_kept({**KEPT, "rank": 1, "file": "rank-00001.kept.pt"}),
+        with_kept({**KEPT, "rank": 1}),
+        with_kept({**KEPT, "file": "rank-00000.pt"}),
+        with_kept({**KEPT, "file": "rank-00000.kept.0a1b2c3d.pt"}),
+        with_kept({**KEPT, "file": "kept.pt"}),
+        signed({**FIELDS, "containers": [ENTRY, KEPT], "catalog": CATALOG}),
+    ],
+    ids=["format 2", "none", "twice", "of no rank", "of another rank", "its name", "an attempt", "a name", "format 1"],
+)
+def test_a_kept_container_that_does_not_belong_there_is_refused(refused: Any, data: bytes) -> None:
+    refused("manifest", data=data)
+
+
 def measured(metric: Any) -> bytes:
     fields = json.loads(numbered(1))
     del fields["crc32"]

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ import pytest
 import reflinks as emulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from whole_saves import a_state, as_two_ranks, assert_equal, assert_whole, copy_of, save
 
 import datastates as ds
 from datastates import _native
-from datastates.commit.carry import every
 from datastates.config import Options
-from datastates.container.file import open_container
 from datastates.errors import CommitError, DatastatesError, DeviceError, SettingsError, TornSnapshotError
 from datastates.executor.executor import Executor
 from datastates.providers import HostTensorProvider, ReplicatedProvider, from_state_dict
 from datastates.saving import incremental
-from datastates.storage import Location
 from datastates.storage.local_files import LocalWriter
 
 torch = pytest.importorskip("torch")
@@ -41,49 +38,6 @@ def reflinks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(emulated, "ranges", ranges)
     monkeypatch.setattr(fcntl, "ioctl", emulated.clone)
     return ranges
-
-
-def a_state(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    large = {f"large.{i}": torch.randn(150_000 + 1000 * i) for i in range(4)}
-    return large | {f"small.{i}": torch.randn(50) for i in range(6)} | {"count": 1}
-
-
-def copy_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
-        assert same, key
-
-
-def assert_whole(root: Path, expected: dict[int, dict[str, Any]]) -> None:
-    """Each checkpoint restores, torch opens its file, and every byte is as its checksums say."""
-    for step, state in expected.items():
-        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
-        with ds.Checkpointer(root) as checkpointer:
-            checkpointer.restore([from_state_dict("state", live)], step=step)
-        assert_equal(live, state)
-        (path,) = root.glob(f"step-{step:08d}*")
-        (file,) = path.glob("rank-*.pt")
-        assert_equal(torch.load(file, weights_only=True)["state"], state)
-        assert sum(map(len, every(open_container(Location(file))))) == file.stat().st_size
-
-
-def save(checkpointer: ds.Checkpointer, state: dict[str, Any], step: int) -> dict[str, Any]:
-    snapshot = checkpointer.snapshot([from_state_dict("state", state)], step=step)
-    snapshot.wait_committed()
-    return snapshot.report.executor
-
-
-def as_two_ranks(rank: Callable[[int], None]) -> None:
-    """Call a function with the number of each rank, on threads of their own; raises what one of them raises."""
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(rank, number) for number in range(2)]:
-            done.result(60)
 
 
 def test_only_what_differs_is_written(tmp_path: Path) -> None:
@@ -333,19 +287,17 @@ def test_a_base_that_is_not_as_it_was_written_is_not_shared(
     assert_whole(tmp_path, {1: expected, 2: state})
 
 
-def test_storage_that_shares_nothing_is_asked_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_storage_that_refuses_two_saves_gets_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, expected, asked = a_state(), {}, []
-    monkeypatch.setattr(LocalWriter, "share", lambda self, *where: bool(asked.append(where)))
     with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(4):
+        for step in range(6):
             state["large.1"][5] += 1
             figures = save(checkpointer, state, step)
             expected[step] = copy_of(state)
-            assert ("does not share" in figures.get("in_full", "")) == (step in (1, 2))
+            assert ("does not share" in figures["in_full"]) == (step in (1, 2))
+            assert (figures["in_full"] == "") == (step > 3), "step 3 is the first one in two files"
+            monkeypatch.setattr(LocalWriter, "share", lambda self, *where: bool(asked.append(where)))
     assert len(asked) == 2
-    assert len([line for line in caplog.messages if "each checkpoint is written in full" in line]) == 1
     assert_whole(tmp_path, expected)
 
 
@@ -521,7 +473,7 @@ CHANGES = st.one_of(
 )
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=6, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.lists(CHANGES, min_size=2, max_size=7))
 def test_histories(tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, str, int]]) -> None:
     root = tmp_path_factory.mktemp("history")

@@ -36,7 +36,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "saving": 47, "schedule": 2, "state": 25, "storage": 2,
         },
         "restore": {
-            "_base": 70, "checkpointer": 3, "commit": 31, "container": 169, "errors": 24,
+            "_base": 70, "checkpointer": 3, "commit": 35, "container": 169, "errors": 24,
             "executor": 111, "files": 18, "native": 15, "planning": 47, "providers": 24, "ranks": 8,
             "reading": 101, "restoring": 131, "saving": 6, "state": 224, "storage": 100,
         },

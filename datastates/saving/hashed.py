@@ -1,0 +1,112 @@
+"""A state with the hash of each of its chunks, compared with the last checkpoint array by array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.cached import cached_property
+from datastates._base.columns import I64, U8, Bools
+from datastates._base.sizes import CHUNK
+from datastates.container.index import Index
+from datastates.container.partial_records import hashes_of
+from datastates.container.table import WHOLE
+from datastates.planning import write
+from datastates.saving.bases import Newest
+from datastates.saving.container_frame import ContainerFrame
+from datastates.saving.structure import Structure
+from datastates.state.runs import pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Hashed:
+    """The hashes of a state.
+
+    Attributes:
+        structure: The state.
+        frame: Its frame, in one container.
+        chunks: The hash of each chunk, a row of 16 bytes each, buffer after buffer.
+    """
+
+    structure: Structure
+    frame: ContainerFrame
+    chunks: U8
+
+    @cached_property
+    def _counts(self) -> I64:
+        return -(-self.frame.plan.source_nbytes.astype(np.int64) // CHUNK)
+
+    @cached_property
+    def _ends(self) -> I64:
+        return np.cumsum(self._counts)
+
+    @cached_property
+    def of_chunk(self) -> I64:
+        """The number of the buffer that each chunk is of."""
+        return np.repeat(np.arange(len(self._counts)), self._counts)
+
+    def of_buffer(self, number: int) -> U8:
+        """The hashes of the chunks of a buffer."""
+        return self.chunks[self._ends[number] - self._counts[number] : self._ends[number]]
+
+    @property
+    def in_file(self) -> U8:
+        """The hashes in the order of the file that has all."""
+        return self.chunks[write.chunk_order(self.frame.plan)]
+
+    def compared(self, newest: Newest | None) -> tuple[Bools, Bools]:
+        """For each buffer, whether a checkpoint has all its arrays with these bytes, and whether it keeps them."""
+        rows = np.zeros((2, len(self.structure.source)), bool)
+        for which, base in enumerate(() if newest is None else (newest.own, newest.kept)):
+            if base is not None:
+                found, is_same = self._found(base.index)
+                rows[0, found[is_same]] = True
+                rows[which, found] |= which == 1
+        source, result = np.array(self.structure.source, np.int64), np.zeros((2, len(self._counts)), bool)
+        result[:, source] = True
+        for has, all_have in zip(rows, result, strict=True):
+            all_have[source[~has]] = False
+        return result[0], result[1]
+
+    def _found(self, index: Index) -> tuple[I64, Bools]:
+        """The numbers of the arrays that a container has, and whether it has the same bytes in their records."""
+        hashes, table, stored = hashes_of(index), self.frame.table, index.shards
+        assert hashes is not None
+        keys = list(table.by_key)
+        of_key, row = table.find(keys)
+        which, other = stored.find(keys)
+        match, at = pairs(np.searchsorted(of_key, which, "left"), np.searchsorted(of_key, which, "right"))
+        row, other = row[at], other[match]
+        alike = table.part[row] == stored.part[other]
+        row, other = row[alike], other[alike]
+        whole = table.part[row] == WHOLE
+        for i in np.flatnonzero(~whole).tolist():
+            (mine,), (theirs,) = table.rows([int(row[i])]), stored.rows([int(other[i])])
+            whole[i] = (mine.box, mine.flat) == (theirs.box, theirs.flat)
+        row, other = row[whole], other[whole]
+        source, record = np.array(self.structure.source, np.int64)[row], stored.record[other].astype(np.int64)
+        is_same: Bools = self.frame.plan.source_nbytes[source] == index.records.nbytes[record]
+        begin, end = (self._ends - self._counts)[source[is_same]], self._ends[source[is_same]]
+        number, chunk = pairs(begin, end)
+        at = chunk - begin[number] + index.first_chunk[record[is_same]][number]
+        is_same[np.flatnonzero(is_same)[number[(self.chunks[chunk] != hashes[at]).any(axis=1)]]] = False
+        return row, is_same
+
+
+def presumed(structure: Structure, live: Sequence[Any]) -> Bools:
+    """For each buffer, whether it seems to be frozen: its tensors need no gradient, and others of their provider do.
+
+    Args:
+        structure: The state.
+        live: The live array of each of its shards.
+    """
+    needs = [bool(getattr(array, "requires_grad", False)) for array in live]
+    trained = {p for (p, _), need in zip(structure.arrays, needs, strict=True) if need}
+    frozen = np.zeros(len(structure.buffers), bool)
+    frozen[structure.source] = True
+    for (p, _), source, need in zip(structure.arrays, structure.source, needs, strict=True):
+        frozen[source] &= p in trained and not need
+    return frozen
