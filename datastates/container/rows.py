@@ -12,7 +12,7 @@ from datastates._base.cached import cached_property
 from datastates._base.columns import I64
 from datastates.container.index import Index
 from datastates.container.part_columns import PartColumns
-from datastates.container.table import WHOLE, Row, ShardTable
+from datastates.container.table import FLAT, WHOLE, Row, ShardTable
 from datastates.state import dtypes, strides
 from datastates.state.shards import ArrayRef, StoredArray
 
@@ -64,11 +64,15 @@ def of_tensor(rows: StoredRows) -> Callable[..., ArrayRef]:
     found = PartColumns.of(table, number[parts])
     shapes = zip(found.global_shape.tolist(), found.global_ndim.tolist(), strict=True)
     keys = map(rows.keys_in_order.__getitem__, parts.tolist())
+    flat = parts[table.part[number[parts]] == FLAT]
+    empty = flat[table.dims[table.starts[0][number[flat]]] == 0]
+    others = rows.elsewhere([rows.keys_in_order[i] for i in empty.tolist()])
+    laid = {key: row.stride for key, row in others.items() if row.is_whole}
     whole = {key: tuple(shape[len(shape) - ndim :]) for key, (shape, ndim) in zip(keys, shapes, strict=True)}
 
     def described(key: str, kind: str, dtype: str, shape: Any, stride: Any, *flags: bool) -> ArrayRef:
         if (of := whole.get(key)) is not None:
-            shape, stride = of, strides.row_major(of)
+            shape, stride = of, laid.get(key) or strides.row_major(of)
         return ArrayRef(key, kind, dtype, shape, stride, *flags)
 
     return described
@@ -81,13 +85,17 @@ class StoredRows(Mapping[str, Row]):
 
     Attributes:
         index: The index of the file.
+        elsewhere: Finds, for keys of arrays without elements here, rows in other files that have some.
         in_order: The numbers of the rows in the index's table, ascending.
         keys_in_order: Their keys.
     """
 
-    def __init__(self, index: Index, provider: str) -> None:
+    def __init__(
+        self, index: Index, provider: str, elsewhere: Callable[[Sequence[str]], Mapping[str, Row]] = lambda keys: {}
+    ) -> None:
         """Find the provider's rows; there may be none."""
         self.index = index
+        self.elsewhere = elsewhere
         is_first = np.ones(len(index.shards), bool)
         is_first[[number for _, *others in index.shards.parts.values() for number in others]] = False
         numbers = np.array(index.shards.of_provider(provider), np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates.commit.claims import object_hash
+from datastates.commit.claims import key_hash, object_hash
 from datastates.container import pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.pickle_native import read_plain
@@ -55,10 +55,11 @@ class SavedState(Compared, Saved):
         """
         super().__init__(stored, name, request, cut)
         self._asked_objects: list[str] = []
+        self._has_others = stored.head.containers > 1
         self._base = base
         table = base.index.shards
         self.ranks = stored.head.ranks
-        self.rows = StoredRows(base.index, name)
+        self.rows = StoredRows(base.index, name, self._with_elements)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
         self._elsewhere: dict[str, Row | None] = {}  # rows looked up in other ranks' containers
         self._read: dict[str, bytes] = {}
@@ -81,7 +82,7 @@ class SavedState(Compared, Saved):
     def find(self, key: str) -> Row | None:
         """Find a row with any part of a stored array, by the array's key within the provider; None if there is none."""
         if key in self.rows:
-            return self.rows[key]
+            return self._row(key) if self._has_others else self.rows[key]
         if key not in self._elsewhere:
             self._elsewhere[key] = self._stored.find(full_key(self.name, key))
         return self._elsewhere[key]
@@ -89,7 +90,30 @@ class SavedState(Compared, Saved):
     def find_each(self, keys: Sequence[str]) -> Sequence[Row | None]:
         """Find a row of each of several arrays; see :meth:`find`."""
         self.rows.make(keys)
+        if self._has_others:
+            self._with_elements([key for key in keys if key in self.rows and _is_left(self.rows[key])])
         return super().find_each(keys)
+
+    def _row(self, key: str) -> Row:
+        """A row of an array that the base lists: the base's, or one with elements if another container has them."""
+        row = self.rows[key]
+        return self._with_elements([key]).get(key, row) if self._has_others and _is_left(row) else row
+
+    def _with_elements(self, keys: Sequence[str]) -> dict[str, Row]:
+        """Rows in other containers of arrays that the base has no elements of. It opens these containers at once."""
+        if not self._has_others:
+            return {}
+        asked: dict[int, dict[str, str]] = {}
+        holding = self._stored.holding
+        for key in keys:
+            tensor = None if key in self._elsewhere else holding.find(key_hash(full := full_key(self.name, key)))
+            if tensor is not None and (holder := holding.any_holder(tensor)) is not None:
+                asked.setdefault(holder, {})[full] = key
+        self._stored.open_containers(asked)
+        for number, named in asked.items():
+            for full, rows in self._stored.rows(number, list(named)).items():
+                self._elsewhere[named[full]] = rows[0]
+        return {key: row for key in keys if (row := self._elsewhere.get(key)) is not None}
 
     def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
         """The arrays among some that share memory, by memory, each with the offset where it begins, in bytes."""
@@ -110,7 +134,7 @@ class SavedState(Compared, Saved):
         """For each other container, the rows of the arrays that it alone has: the base has nothing of them."""
         asked: dict[int, dict[str, str]] = {}
         for key in keys:
-            row = self.find(key)
+            row = self.rows[key] if key in self.rows else self.find(key)
             if row is not None and not row.part.numel:
                 full = full_key(self.name, key)
                 for rank in self._stored.holders(full, Part.whole(row.global_shape)):
@@ -187,7 +211,7 @@ class SavedState(Compared, Saved):
         key = self.rows.by_place.get(place_in_pickle(stored))
         if key is None:
             raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-        return logical(self.rows[key], key=key, requires_grad=stored.requires_grad)
+        return logical(self._row(key), key=key, requires_grad=stored.requires_grad)
 
     def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
         return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
@@ -223,6 +247,11 @@ class SavedState(Compared, Saved):
         yield from super().wanted()
         for key in self._asked_objects:
             yield object_hash(full_key(self.name, key))
+
+
+def _is_left(row: Row) -> bool:
+    """Whether a row has no elements of an array that has some."""
+    return 0 in row.shape and 0 not in row.global_shape
 
 
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:

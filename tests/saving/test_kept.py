@@ -423,6 +423,57 @@ def test_one_of_two_parts_of_a_tensor_is_kept(tmp_path: Path) -> None:
     assert list(own.open(Location(tmp_path / "step-00000003")).verify(lambda nbytes: None)) == []
 
 
+def test_kept_arrays_come_back_as_they_lay_in_memory(tmp_path: Path) -> None:
+    memory = torch.randn(60_000)
+    state: dict[str, Any] = {
+        "all": memory,
+        "square": memory[:40_000].view(200, 200).T,
+        "channels": torch.randn(2, 30, 30, 16).contiguous(memory_format=torch.channels_last),
+        "wide": torch.randn(200, 1).expand(200, 300),
+        "moves": torch.zeros(20_000),
+        "n": {"x": 1},
+    }
+    live: dict[str, Any] = {}
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        for step in range(4):
+            state["moves"] += 1
+            snapshot = checkpointer.snapshot([PickledObjectProvider("state", lambda: state, live.update)], step=step)
+            snapshot.wait_committed()
+    assert snapshot.report.executor["in_full"] == ""
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore([PickledObjectProvider("state", lambda: state, live.update)])
+    assert live.keys() == state.keys()
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(live[key], value), key
+            assert live[key].stride() == value.stride(), key
+    assert live["all"].untyped_storage().data_ptr() == live["square"].untyped_storage().data_ptr()
+
+
+def test_a_frozen_array_that_repeats_elements_is_restored(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(300, 300)
+            self.register_buffer("wide", torch.randn(60_000, 1).expand(60_000, 3))
+
+    model = Model()
+    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
+        for step in range(3):
+            with torch.no_grad():
+                model.layer.weight += 1
+                model.layer.bias += 1
+            checkpointer.snapshot([from_stateful("model", model)], step=step).wait_committed()
+    assert links_in(tmp_path, 2)["rank-00000.kept.pt"] > 1
+    other = Model()
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        try:
+            checkpointer.restore([from_stateful("model", other)])
+        except RestoreError as error:
+            raise AssertionError(str(error)) from error
+    assert torch.equal(other.layer.weight, model.layer.weight)
+
+
 def test_an_extra_key_is_refused_as_without_a_kept_container(tmp_path: Path) -> None:
     state = saves.a_state()
     with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
