@@ -47,7 +47,7 @@ class KeptContainer:
         return 0 if self._made is None else self._made.nbytes
 
     def link(self, base: Base) -> bool:
-        """Link the file of a base that has just the same; False where links are not offered.
+        """Link the file of a base that has just the same; False where links are not offered, or are not the file.
 
         Raises StorageError where this file cannot be linked, or is another one by now. Then there is no file.
         """
@@ -56,6 +56,8 @@ class KeptContainer:
         made = Base(self._path, base.nbytes, base.index, base.index_crc)
         if not made.is_there():
             folders_of(self._path).discard([self._path])
+            if base.is_there():  # gocryptfs tells another length for a while
+                return False
             raise StorageError(errno.ENOENT, "link", str(base.path), f"{base.path} is another file by now")
         self._made = made
         return True

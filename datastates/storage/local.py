@@ -27,8 +27,8 @@ from datastates.storage.objects import ABSENT, Entry, Traits
 _TRIES = 8
 """Tries to make a folder that other processes make and delete meanwhile."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-_NOT_OFFERED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""The error numbers that mean that a store has no hard links."""
+_OF_ONE_FILE = (errno.EXDEV, errno.EMLINK, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+"""The error numbers of a link that tell of one file, or of the moment. All others mean that no links are offered."""
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean that nothing is at a path."""
 
@@ -238,9 +238,9 @@ class LocalStore(Folders):
                 if not os.path.samefile(source, target):  # NFS: the answer to a first request was lost
                     raise
             except OSError as error:
-                if error.errno in _NOT_OFFERED:
-                    return False
-                raise
+                if error.errno in (*_OF_ONE_FILE, *_NOTHING):
+                    raise
+                return False  # CryFS says ERANGE
             with opened(target, os.O_RDONLY) as fd:
                 os.fsync(fd)  # who has copied the source may not have
         return True
