@@ -31,7 +31,7 @@ from datastates.ranks.world import open_world, refuse_outdated
 from datastates.restoring import requested
 from datastates.restoring.meeting import attempts, refuse_to_meet, telling
 from datastates.restoring.request import RestoreOptions
-from datastates.restoring.restored import Restored
+from datastates.restoring.restored import Restored, whole_in
 from datastates.saving.bases import bases_of
 from datastates.saving.engine import Engine
 from datastates.saving.run_trace import RunTrace
@@ -293,7 +293,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._trace.add_restore(restored.step, restored.spans)
-            self._engine.restored(Location(restored.path), restored.source)
+            self._engine.restored(partial(whole_in, restored))
             self._place.restored(Location(restored.path), name)
         elif (step := request.get("step")) is not None:
             recognise.refuse_absence(self._root, step)

@@ -327,11 +327,6 @@ class Catalog:
         """Length of a container in bytes, 0 if there is none of that number, and the CRC-32 of its index."""
         return self._entry(_CONTAINER, "nbytes", number), self._entry(_CONTAINER, "index_crc", number)
 
-    def present(self) -> list[int]:
-        """The numbers of all containers that there are."""
-        found: list[int] = np.flatnonzero(self._table(_CONTAINER, 0, self._layout.containers)["nbytes"]).tolist()
-        return found
-
     def keys(self) -> U64:
         """The hashes of all tensors and objects, ascending."""
         return self._table(_TENSOR, 0, self._layout.tensors)["key"]

@@ -158,6 +158,11 @@ NO_CLAIMS = Claims(**{name: np.zeros(0, kind) for name, kind in _COLUMNS.items()
 """The claims of a container that is not there."""
 
 
+def is_complete(claims: Iterable[Claims | None]) -> bool:
+    """Whether the parts of containers make whole tensors; None claims nothing."""
+    return sum(one.cover for one in claims if one is not None) % PRIME == 0
+
+
 def joined(one: Claims, other: Claims) -> Claims:
     """The claims of two containers, end to end."""
     columns: dict[str, Any] = {c: np.append(getattr(one, c), getattr(other, c)) for c in _COLUMNS}

@@ -12,11 +12,11 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog
 from datastates.commit.claims import (
     NO_CLAIMS,
-    PRIME,
     Claims,
     decode_claims,
     describe_conflicts,
     encode_claims,
+    is_complete,
     joined,
 )
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
@@ -134,7 +134,7 @@ def made_catalog(votes: dict[int, Vote], table_of: Callable[[File], ShardTable])
         columns[number] = file.nbytes, file.index_crc32, file.claims
     nbytes, index_crc, claims = zip(*columns, strict=True)
     try:
-        if sum(c.cover for c in claims) % PRIME:
+        if not is_complete(claims):
             raise CommitError("the ranks' parts do not make whole tensors")
         encoded, head_crc = catalog.encode_catalog(claims, np.array(nbytes, np.uint64), np.array(index_crc, np.uint32))
     except (CommitError, catalog.ConflictError):

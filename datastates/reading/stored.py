@@ -126,11 +126,6 @@ class Stored:
         """Which containers hold what, where there are several; raises as :attr:`catalog` does."""
         return self.catalog
 
-    @property
-    def _numbers(self) -> list[int]:
-        """The numbers of all containers."""
-        return self.catalog.present() if self.head.containers > self.head.ranks else list(range(self.head.ranks))
-
     def container(self, number: int, *, needed: bool = False) -> Container | None:
         """A container; None if the file is missing. ``needed``: no other container will do.
 
@@ -316,23 +311,23 @@ class Stored:
         return next(iter(self.rows(number, [full]).get(full, ())), None)
 
     def every(self) -> list[Container]:
-        """All containers that are not missing."""
-        self.open_containers(self._numbers)
-        return [self._opened[number] for number in sorted(self._opened)]
+        """The ranks' own containers that are not missing: they list all arrays, and have all objects."""
+        self.open_containers(range(self.head.ranks))
+        return [self._opened[rank] for rank in range(self.head.ranks) if rank in self._opened]
 
     @cached_property
     def keys(self) -> Mapping[str, object]:
-        """The full keys of all arrays, in the order of the containers. This opens all containers.
+        """The full keys of all arrays, in the order of the ranks. This opens the containers of all ranks.
 
         Raises:
             StorageError: A container is missing.
             ElsewhereError: Some are on other hosts.
         """
-        self.open_containers(self._numbers, needed=True)
+        self.open_containers(range(self.head.ranks), needed=True)
         tables = [source.index.shards for source in self.every()]
-        if self.lost:
-            number, path = min(self.lost.items())
-            raise lost_container(path, number % self.head.ranks, self.head.ranks)
+        if len(tables) < self.head.ranks:
+            rank, path = min(self.lost.items())
+            raise lost_container(path, rank, self.head.ranks)
         return tables[0].by_key if len(tables) == 1 else dict.fromkeys(key for table in tables for key in table.by_key)
 
     @property
@@ -346,8 +341,8 @@ class Stored:
 
     @property
     def is_listed(self) -> bool:
-        """Whether reading :attr:`keys` opens no containers, except the only one of a checkpoint."""
-        return "keys" in self.__dict__ or self.head.containers == 1
+        """Whether reading :attr:`keys` opens no containers, except that of a checkpoint's only rank."""
+        return "keys" in self.__dict__ or self.head.ranks == 1
 
     def has_lost(self, full: str, rank: int) -> bool:
         """Whether a rank saved an object with the full key in a container that is known to be missing."""

@@ -10,7 +10,7 @@ from datastates._base import log
 from datastates.errors import RestoreError
 from datastates.executor.timeline import RESTORE_WAITS_FOR, Span, Stage, stages, write_trace
 from datastates.reading.tensors import Tensors
-from datastates.storage.location import Face
+from datastates.storage.location import Face, Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,13 @@ class Restored:
             OSError: ``path`` cannot be written.
         """
         write_trace(path, self.spans, f"datastates, restore of step {self.step}")
+
+
+def whole_in(restored: Restored) -> Location | None:
+    """The checkpoint that was restored; None unless all of it was read, from that place."""
+    path = Location(restored.path)
+    is_whole = not (restored.left_out_keys or restored.missing_keys or restored.mismatched_keys)
+    return path if is_whole and restored.source.keys() <= {str(path.parent)} else None
 
 
 def misfit(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> RestoreError:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from datastates.commit import health
 from datastates.commit.claims import key_hash, object_hash
 from datastates.container import pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import StoredRows, logical, place_in_pickle
 from datastates.container.table import WHOLE, Row
-from datastates.errors import FormatError, ProviderError, naming
+from datastates.errors import DatastatesError, FormatError, ProviderError, naming
 from datastates.reading.fill import as_referred, fill
 from datastates.reading.reads import Reads
 from datastates.reading.stored import Stored
@@ -61,7 +62,8 @@ class SavedState(Compared, Saved):
         self.ranks = stored.head.ranks
         self.rows = StoredRows(base.index, name, self._with_elements)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
-        self._elsewhere: dict[str, Row | None] = {}  # rows looked up in other ranks' containers
+        self._elsewhere: dict[str, Row | None] = {}  # rows looked up in other containers
+        self._holders: dict[str, int] = {}  # the numbers of these containers, where the base lists the array
         self._read: dict[str, bytes] = {}
         self._surveyed: dict[str, tuple[Any, bool]] = {}
 
@@ -100,20 +102,38 @@ class SavedState(Compared, Saved):
         return self._with_elements([key]).get(key, row) if self._has_others and _is_left(row) else row
 
     def _with_elements(self, keys: Sequence[str]) -> dict[str, Row]:
-        """Rows in other containers of arrays that the base has no elements of. It opens these containers at once."""
+        """Rows in other containers of arrays that the base has no elements of, as far as these can be opened."""
         if not self._has_others:
             return {}
         asked: dict[int, dict[str, str]] = {}
-        holding = self._stored.holding
-        for key in keys:
+        holding, known = self._stored.holding, set(self._stored.lost)
+        for key in filter(self._takes, keys):
             tensor = None if key in self._elsewhere else holding.find(key_hash(full := full_key(self.name, key)))
             if tensor is not None and (holder := holding.any_holder(tensor)) is not None:
                 asked.setdefault(holder, {})[full] = key
-        self._stored.open_containers(asked)
-        for number, named in asked.items():
-            for full, rows in self._stored.rows(number, list(named)).items():
-                self._elsewhere[named[full]] = rows[0]
+        for number in self._openable(asked):
+            for full, rows in self._stored.rows(number, list(asked[number])).items():
+                self._elsewhere[asked[number][full]] = rows[0]
+                self._holders[asked[number][full]] = number
+        for number in self._stored.lost.keys() - known:  # whoever needs it looks again
+            del self._stored.lost[number]
         return {key: row for key in keys if (row := self._elsewhere.get(key)) is not None}
+
+    def _openable(self, numbers: Collection[int]) -> list[int]:
+        """Those among some containers that can be opened. The read of a damaged one tells of it."""
+        with contextlib.suppress(DatastatesError):
+            self._stored.open_containers(numbers)
+            return [number for number in numbers if number not in self._stored.lost]
+        found = []
+        for number in numbers:
+            try:
+                self._stored.open_containers([number])
+            except DatastatesError as error:
+                if not health.is_damage(error):
+                    raise
+            else:
+                found += [] if number in self._stored.lost else [number]
+        return found
 
     def sharing(self, keys: Sequence[str]) -> Sequence[Mapping[str, int]]:
         """The arrays among some that share memory, by memory, each with the offset where it begins, in bytes."""
@@ -125,23 +145,11 @@ class SavedState(Compared, Saved):
             found.setdefault((-1, int(record[i])), {})[keys[number[i]]] = int(table.offset[row[i]])
         if self._stored.head.containers > 1:
             wholly = {keys[i] for i in number[is_whole].tolist()}
-            for rank, rows in self._rows_of_others([key for key in keys if key not in wholly]):
-                for key, one in rows.items():
-                    found.setdefault((rank, one.record), {})[key] = one.offset
+            left = [key for key in keys if key not in wholly and key in self.rows and _is_left(self.rows[key])]
+            for key, one in self._with_elements(left).items():
+                if one.is_whole:
+                    found.setdefault((self._holders[key], one.record), {})[key] = one.offset
         return [group for group in found.values() if len(group) > 1]
-
-    def _rows_of_others(self, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Row]]]:
-        """For each other container, the rows of the arrays that it alone has: the base has nothing of them."""
-        asked: dict[int, dict[str, str]] = {}
-        for key in keys:
-            row = self.rows[key] if key in self.rows else self.find(key)
-            if row is not None and not row.part.numel:
-                full = full_key(self.name, key)
-                for rank in self._stored.holders(full, Part.whole(row.global_shape)):
-                    asked.setdefault(rank, {})[full] = key
-        for rank, named in asked.items():
-            rows = self._stored.rows(rank, list(named))
-            yield rank, {named[full]: several[0] for full, several in rows.items() if several[0].is_whole}
 
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
@@ -163,6 +171,7 @@ class SavedState(Compared, Saved):
             if other is None or other is self._base:
                 continue
             view = SavedState(self._stored, other, self.name, self._request, self.cut)
+            view._elsewhere |= {key: row for key, row in self._elsewhere.items() if row is not None}
             if key in view.objects():
                 yield view.structure(key)
 

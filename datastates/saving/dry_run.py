@@ -10,7 +10,7 @@ import numpy as np
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import catalog
-from datastates.commit.claims import PRIME, claims_of, describe_conflicts
+from datastates.commit.claims import claims_of, describe_conflicts, is_complete
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.container.table import ShardTable, table_of
 from datastates.errors import CommitError, TornSnapshotError
@@ -78,7 +78,7 @@ def refuse_what_cannot_commit(told: dict[int, bytes]) -> bytes:
     tables = {rank: described.table() for rank, described in every.items()}
     claims = [claims_of(table) for table in tables.values()]
     try:
-        if sum(c.cover for c in claims) % PRIME:
+        if not is_complete(claims):
             raise CommitError("the ranks' parts do not make whole tensors")
         catalog.encode_catalog(claims, np.zeros(len(claims), np.uint64), np.zeros(len(claims), np.uint32))
     except (CommitError, catalog.ConflictError) as error:

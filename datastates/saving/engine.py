@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from datastates._base import log
@@ -295,11 +295,10 @@ class Engine:
         if self._bases is not None:
             self._bases.restored(None)
 
-    def restored(self, path: Location, source: Mapping[str, int]) -> None:
-        """Note what the state was restored from: a checkpoint, and the bytes that came from each place."""
+    def restored(self, find: Callable[[], Location | None]) -> None:
+        """Note what the state was restored from, if saves are compared with it. None: with nothing."""
         if self._bases is not None:
-            is_here = source.keys() <= {str(path.parent)}  # what came from elsewhere is not here, or damaged
-            self._bases.restored(path if is_here else None)
+            self._bases.restored(find())
 
     def is_own_thread(self) -> bool:
         """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""

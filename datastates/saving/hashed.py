@@ -82,12 +82,13 @@ class Hashed:
         row, other = row[at], other[match]
         alike = table.part[row] == stored.part[other]
         row, other = row[alike], other[alike]
+        source_of = np.array(self.structure.source, np.int64)
         whole = table.part[row] == WHOLE
-        for i in np.flatnonzero(~whole).tolist():
-            (mine,), (theirs,) = table.rows([int(row[i])]), stored.rows([int(other[i])])
-            whole[i] = (mine.box, mine.flat) == (theirs.box, theirs.flat)
+        parts = np.flatnonzero(~whole & (self.frame.plan.source_nbytes[source_of[row]] > 0))
+        both = zip(table.rows(row[parts].tolist()), stored.rows(other[parts].tolist()), strict=True)
+        whole[parts] = [(mine.box, mine.flat) == (theirs.box, theirs.flat) for mine, theirs in both]
         row, other = row[whole], other[whole]
-        source, record = np.array(self.structure.source, np.int64)[row], stored.record[other].astype(np.int64)
+        source, record = source_of[row], stored.record[other].astype(np.int64)
         is_same: Bools = self.frame.plan.source_nbytes[source] == index.records.nbytes[record]
         begin, end = (self._ends - self._counts)[source[is_same]], self._ends[source[is_same]]
         number, chunk = pairs(begin, end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from datastates._base.columns import I64, U64, Bools
 from datastates._base.waiting import Flag
 from datastates.commit.ballot import Ballot
+from datastates.commit.claims import is_complete
 from datastates.commit.votes import Vote
 from datastates.container.index import Hashes
 from datastates.container.partial_records import as_hashes, hashes_of, same_places
@@ -189,6 +191,9 @@ class IncrementalRunning(Running):
             self._why_in_full = self._why_in_full or "all has changed, or nearly all"
             return
         rest, half = self.bases.halves.divide(hashed.structure, hashed.frame, kept, self.executor.block)
+        if self.ending.world.size == 1 and not is_complete([rest.frame.claims, half.frame.claims]):
+            self._why_in_full = "this rank saves parts of tensors alone"  # a catalog tells of whole ones
+            return
         self._rest, self.planned = rest, SavePlan(None, (), rest.frame, rest.prepared)
         hashes = half.hashes(hashed.of_buffer)
         self._kept = KeptContainer(half, self.ending.kept(), hashes)
@@ -202,7 +207,11 @@ class IncrementalRunning(Running):
                     self._why_in_full = f"the storage at {self.ending.path.parent.parent} does not link files"
                     self.bases.failed(self._why_in_full)
             except StorageError as error:  # the next one may be linked
-                self._why_in_full = said(error) if newest.kept.is_there() else _GONE.format(newest.own.step)
+                self._why_in_full = _GONE.format(newest.own.step)
+                if newest.kept.is_there():
+                    self._why_in_full = said(error)
+                    if error.errno == errno.EXDEV:  # some file systems link within a folder only
+                        self.bases.failed(self._why_in_full)
 
     def _begin_to_capture(self) -> None:
         if self._rest is not None:

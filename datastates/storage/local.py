@@ -221,11 +221,7 @@ class LocalStore(Folders):
     @override
     def sync_folder(self, path: Location) -> None:
         with self._call("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                if error.errno in FAILING or _call_libc("syncfs", fd):
-                    raise
+            _sync(fd)
 
     @override
     def link(self, source: Location, target: Location) -> bool:
@@ -241,8 +237,12 @@ class LocalStore(Folders):
                 if error.errno in (*_OF_ONE_FILE, *_NOTHING):
                     raise
                 return False  # CryFS says ERANGE
-            with opened(target, os.O_RDONLY) as fd:
-                os.fsync(fd)  # who has copied the source may not have
+            try:
+                with opened(target, os.O_RDONLY) as fd:
+                    _sync(fd)  # who has copied the source may not have
+            except BaseException:
+                os.unlink(target)
+                raise
         return True
 
     @override
@@ -342,6 +342,15 @@ def _open_file(path: Location, *, or_folder: bool = False) -> _native.Descriptor
     if not (stat.S_ISREG(mode) or (or_folder and stat.S_ISDIR(mode))):
         raise StorageError(0, "open", str(path), f"open {path}: it is not a regular file")
     return opened(path, os.O_RDONLY)
+
+
+def _sync(fd: int) -> None:
+    """Put on stable storage what a descriptor for reading is of. Raises OSError."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno in FAILING or _call_libc("syncfs", fd):
+            raise
 
 
 def _rename_noreplace(source: Location, target: Location) -> None:
