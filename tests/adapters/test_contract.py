@@ -192,6 +192,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         one.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("look", LOOKS)
 def test_who_looks_sees_what_the_framework_leaves(
     look: str, both: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +257,7 @@ def told(call: Callable[[], object]) -> StorageError | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 @pytest.mark.parametrize("where", ["write", "store.rename", "store.mkdir"])
 def test_a_failure_costs_its_checkpoint_and_is_told_once(where: str, on_error: str, make: Make, caplog: Any) -> None:

@@ -111,6 +111,7 @@ def test_a_dead_bucket_costs_a_run_nothing(
     assert copies(bucket) == [one.path(number).name for number in (1, 2)]
 
 
+@pytest.mark.long
 def test_a_name_that_is_saved_again_at_once(make: Make, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     """What brings the first looks at a path under which the second is under way: it must not wait for that."""
     one, go = make("ours", tiers=bucket, max_in_flight=4), threading.Event()

@@ -89,6 +89,7 @@ def test_who_only_reads_deletes_nothing(tmp_path: Path) -> None:
     save_while(tmp_path, tmp_path, blind=True)
 
 
+@pytest.mark.long
 def test_who_only_reads_through_another_mount_deletes_nothing(two_mounts: tuple[Path, Path]) -> None:
     first, second = two_mounts
     save_while(first / "run", second / "run", blind=False)

@@ -67,6 +67,7 @@ ACTS: dict[str, tuple[Act, float]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"keep_last": 3, "keep_best": 3, "keep_every": 1}], ids=["all", "every"])
 @pytest.mark.parametrize("act", ACTS)
 def test_calls_for_each_kept_checkpoint(act: str, options: dict[str, int], calls: list[str], tmp_path: Path) -> None:

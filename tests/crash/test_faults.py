@@ -126,6 +126,7 @@ def fail_one_of_three(
     return caught.value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize(("point", "operation", "nth"), COMMIT_STEPS)
 def test_a_failing_commit_fails_its_snapshot_only(
@@ -137,6 +138,7 @@ def test_a_failing_commit_fails_its_snapshot_only(
     assert os.strerror(number) in str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
 @pytest.mark.parametrize(("point", "operation", "nth"), CONTAINER_STEPS)
 def test_a_failing_container_fails_its_snapshot_only(

@@ -100,6 +100,7 @@ def assert_untouched(root: Path, steps: list[int]) -> None:
         assert opened.step == 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("point", "nth", "keep"),
     mostly_by_hand(

@@ -137,6 +137,7 @@ begun.wait_captured()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", ["wait_persisted", "wait_committed"])
 def test_a_snapshot_begun_before_the_fork_is_abandoned_in_the_child_and_committed_by_the_parent(
     wait: str, tmp_path: Path, run: Callable[..., Any]

@@ -56,7 +56,7 @@ def test_the_matrix_covers_the_manifest_and_the_native_core() -> None:
 
 
 EVERY = [*PYTHON_POINTS, *DIRECTORY_SYNCS, *NATIVE_POINTS]
-FEW = EVERY[::3]
+FEW = EVERY[::6]
 
 
 @pytest.mark.parametrize("fault", [*FEW, *(pytest.param(f, marks=pytest.mark.long) for f in EVERY if f not in FEW)])
@@ -73,6 +73,7 @@ def test_killed_at_a_fault_point(
     resume(root)
 
 
+@pytest.mark.long
 def test_killed_in_a_write_of_each_backend(
     backend: str, tmp_path: Path, run: Callable[..., Any], audit: Callable[..., Any], resume: Any
 ) -> None:

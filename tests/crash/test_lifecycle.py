@@ -86,6 +86,7 @@ def test_a_closed_checkpointer_says_so(tmp_path: Path) -> None:
         ckpt.restore(providers(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "del ckpt, a, b"])
 def test_the_interpreter_exits_only_after_the_commit(ending: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""

@@ -13,6 +13,8 @@ from steps import PRELUDE, assert_holds
 INTERRUPTED = {
     "right behind the gate's guard": """
 from datastates.saving import gate
+
+pytestmark = pytest.mark.long
 guard = gate.guard
 def interrupted(snapshot, **how):
     guard(snapshot, **how)
@@ -47,7 +49,6 @@ WriteJob.wait_captured = lambda self: (in_gate.wait(), wait_captured(self))
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_it_hangs_nowhere(where: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""
@@ -269,7 +270,6 @@ with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace="10min", **OP
     assert_holds(tmp_path, 1, 4)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_last_snapshot_is_taken_beside_torch_s_data_loader(
     method: str, tmp_path: Path, run: Callable[..., Any]
@@ -306,7 +306,6 @@ if __name__ == "__main__":
     assert_holds(tmp_path / "c", 1, 3)
 
 
-@pytest.mark.long
 def test_the_workers_of_a_data_loader_end_with_the_program_or_at_its_wish(
     tmp_path: Path, run: Callable[..., Any]
 ) -> None:

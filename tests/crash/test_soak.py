@@ -219,6 +219,7 @@ def provider_of_a_copy(torch: Any) -> tuple[ds.StateProvider, list[Any]]:
     return from_state_dict("model", value), made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["open", "write", "sync", "store.rename"])
 def test_a_failed_snapshot_lets_go_of_the_state(point: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

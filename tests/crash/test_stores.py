@@ -37,6 +37,7 @@ register("mem", store)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_process_ends_while_a_store_is_asked(daemon: bool, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""{SCRIPT}

@@ -145,6 +145,7 @@ def test_what_a_callable_raises_is_logged_and_harms_nothing(tmp_path: Path, capl
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("last", "status"),
     [("", 120), ("ckpt.wait(); snapshot.exception()", 0), ("sys.exit(3)", 120)],

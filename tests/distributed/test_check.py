@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = """
 import logging, os, sys
 import numpy as np
@@ -87,5 +89,6 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_state_that_cannot_commit_is_told_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=120)

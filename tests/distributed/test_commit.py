@@ -92,6 +92,7 @@ def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, 
             assert catalog.container(rank) == (found[rank].nbytes, found[rank].index_crc)
 
 
+@pytest.mark.long
 def test_replicas_share_the_work(ranks: Any, tmp_path: Path) -> None:
     shapes = {f"layer {i}": [100 + i] for i in range(40)}
     ranks(4, LOOP, tmp_path / "run", 1, LAYOUT="replicas", SHAPES=json.dumps(shapes))
@@ -229,6 +230,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     assert_tidy(root, 1, 3)
 
 
+@pytest.mark.long
 def test_replicas_that_each_leave_a_tensor_to_the_other(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     """The ranks see different keys, so that each thinks that the other writes the tensor that both have."""
     script = f"""{prelude}

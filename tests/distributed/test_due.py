@@ -133,6 +133,7 @@ def test_a_rank_that_sigterm_reaches_after_another_gave_up_takes_no_last_snapsho
     assert ("100" if apart == 100.0 else "SIGTERM reached the ranks 600.0 s apart") in caplog.messages[0]
 
 
+@pytest.mark.long
 def test_ranks_take_a_last_snapshot(ranks: Any, tmp_path: Path) -> None:
     script = """
 import os, signal, sys

@@ -30,6 +30,7 @@ def test_any_number_of_ranks_restores_what_any_number_saved(threads: Any, tmp_pa
             check(outcomes, n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_every_layout_is_restored_as_every_other(threads: Any, tmp_path: Path, saved: str) -> None:
     save(threads, tmp_path / "c", saved, 3)

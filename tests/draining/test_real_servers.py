@@ -37,6 +37,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import datastates as ds
 from datastates.providers import from_state_dict
 
+pytestmark = pytest.mark.long
+
 def whole(step):
     torch.manual_seed(step)
     return {"w": torch.randn(2048, 1536), "b": torch.randn(77), "step": step}
@@ -126,7 +128,6 @@ def test_every_byte_comes_to_a_bucket_and_back(
     assert not any(".hold." in name for name in store_of(bucket).entries(Location(run), deep=True))
 
 
-@pytest.mark.long
 def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
     places = [tmp_path / "first", f"{bucket}/run", tmp_path / "third"]
     with ds.Checkpointer(places[0], tiers=places[1:], keep_last=1) as checkpointer:
@@ -144,7 +145,6 @@ def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
         assert equal(live, of_each_type(3))
 
 
-@pytest.mark.long
 def test_a_place_in_a_bucket_behind_another(bucket: Location) -> None:
     near, far = f"{bucket}/near", f"{bucket}/far/off"
     with ds.Checkpointer(near, tiers=far, keep_last=1) as checkpointer:
@@ -158,7 +158,6 @@ def test_a_place_in_a_bucket_behind_another(bucket: Location) -> None:
         assert equal(ds.load(far, step=step)["model"], of_each_type(step))
 
 
-@pytest.mark.long
 def test_two_ranks_drain_and_restore(
     bucket: Location, tmp_path: Path, ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

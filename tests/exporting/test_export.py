@@ -234,6 +234,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_full_disk_leaves_nothing(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, small_windows: None, target: str

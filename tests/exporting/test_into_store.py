@@ -21,6 +21,8 @@ from datastates.providers import from_state_dict
 from datastates.storage import Location, register, store_of, stores
 from datastates.storage.buckets import Buckets
 
+pytestmark = pytest.mark.long
+
 ROOT = "mem://bucket/out"
 TARGETS = ["weights.safetensors", "weights.pt", "folder"]
 OPTIONS: dict[str, dict[str, Any]] = {"folder": {"shard_size": "2MB"}}
@@ -73,7 +75,6 @@ def up(folder: Path, address: str) -> None:
         store_of(Location(address)).create(Location(address) / name, data)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("cast", [None, "fp32"])
 def test_the_objects_are_the_files_of_a_local_export(store: Failing, saved: Path, tmp_path: Path, cast: Any) -> None:
     for target in TARGETS:

@@ -116,6 +116,7 @@ def test_load_gives_what_torch_load_gives(tmp_path: Path) -> None:
         assert all(torch.equal(opened[key], tensor) for key, tensor in tensors.items())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage")
 @pytest.mark.parametrize("protocol", range(2, 6))
 @pytest.mark.parametrize("kind", KINDS)

@@ -168,6 +168,7 @@ OPCODES: dict[str, bytes] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CODE)
 def test_call_of_a_foreign_name_is_refused(refused: Any, name: str) -> None:
     assert refused("loads", data=pickled(CODE[name])).error in ("TrustError", "FormatError")

@@ -400,6 +400,7 @@ def test_columns_that_go_to_several_destinations_are_read_like_the_rows_that_the
     assert three.extent_shared.all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("widths", [(2048,), (1024, 1024), (1024, 3072)])
 def test_columns_that_several_destinations_get_alike_are_read_like_those_of_one(widths: tuple[int, ...]) -> None:
     plan, alone = (columns_of_a_matrix(4096, *widths, copies=copies) for copies in (3, 1))

@@ -143,6 +143,7 @@ def test_without_the_coordinator_it_is_named(worlds: list[World]) -> None:
     assert agree(worlds, "next") == [ALL] * SIZE
 
 
+@pytest.mark.long
 def test_who_runs_out_of_time_while_it_is_decided_waits_for_the_answer(worlds: list[World]) -> None:
     def decide(votes: dict[int, bytes]) -> bytes:
         time.sleep(1.2)

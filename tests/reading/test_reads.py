@@ -189,6 +189,7 @@ def test_any_layout_into_any_other(source: str, ranks: int, tmp_path: Path, exec
 LARGE = (1536, 2048)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_hardly_more_is_read_than_needed(source: str, ranks: int, tmp_path: Path, executor: Executor) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("how", [["-c", "import datastates"], ["-m", "datastates", "ls"], ["-m", "datastates.demo"]])
 def test_the_remedy_is_told(how: list[str]) -> None:
-    done = subprocess.run([sys.executable, *how], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-B", *how], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert "circular" not in said

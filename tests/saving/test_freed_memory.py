@@ -135,6 +135,7 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lazy", short.first(["lazy", "at once"]))
 @pytest.mark.parametrize("how", GONE)
 def test_memory_that_is_gone_before_the_call_fails_that_snapshot_by_name(

@@ -103,6 +103,7 @@ CASES += [("foreach", in_closure), ("LBFGS", in_closure), ("own", in_closure)]
 CASES += [("foreach", scheduled), ("fused", scaled), ("foreach", accelerated), ("fused", compiled)]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")  # torch warns while it compiles
 @pytest.mark.parametrize(("optimizer", "arranged"), CASES)
 def test_a_snapshot_inside_a_step_is_of_that_moment(

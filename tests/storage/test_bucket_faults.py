@@ -27,6 +27,8 @@ from datastates.storage import Location, register, stores
 from datastates.storage.buckets import Buckets
 from datastates.testing import equal
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("obstore")
 
 
@@ -147,7 +149,6 @@ def verified(run: str) -> None:
         raise FormatError("/rank-00000.pt or /manifest.json, as verify has printed")
 
 
-@pytest.mark.long
 @ONE_SERVER
 @pytest.mark.parametrize("read", [*READS, verified])
 @pytest.mark.parametrize("name", ["/rank-00000.pt", "/manifest.json"])
@@ -320,7 +321,6 @@ def test_an_upload_that_is_denied_is_aborted(store: Buckets, faults: FaultServer
 # --- saving
 
 
-@pytest.mark.long
 @ONE_SERVER
 def test_a_save_is_committed_though_an_answer_is_lost(store: Buckets, faults: FaultServer, root: Location) -> None:
     state = {"w": np.arange(1_500_000.0), "step": 5}  # of two parts

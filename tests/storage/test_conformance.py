@@ -260,6 +260,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
             call()
 
 
+@pytest.mark.long
 def test_a_lock_is_seen_by_other_processes_and_given_up_with_its_process(tmp_path: Path) -> None:
     place = Location(tmp_path)
     store = folders_of(place)

@@ -22,7 +22,7 @@ from datastates.errors import CommitError, RanksMissingError, StorageError, Unre
 from datastates.ranks.board_world import BoardWorld
 from states import SMALL, Parts, files, loaded, problems, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")]
 RANKS = 3
 ROWS = 40
 Together = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -33,7 +33,7 @@ from datastates.saving import gate
 from datastates.saving import snapshot as snapshots
 from states import SMALL, big, copied, files, loaded, same, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")]
 
 
 @pytest.mark.parametrize("way", WAYS)

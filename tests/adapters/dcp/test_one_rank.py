@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = """
 import logging, sys
 import torch
@@ -53,5 +55,6 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_plain_tensors_beside_dtensors_are_warned_of(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=120)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
     run(
         2,
@@ -43,7 +44,6 @@ def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.long
 def test_fully_parallel(run: Any, tmp_path: Path) -> None:
     run(
         2,
