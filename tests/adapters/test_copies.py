@@ -47,6 +47,7 @@ def test_a_copy_of_lightnings(copied: Any, tmp_path: Path) -> None:
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_copy_of_transformers(trained: bool, tmp_path: Path) -> None:
     transformers, seen = training("transformers"), []

@@ -187,7 +187,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("name", first(sorted(path.stem for path in EXAMPLES.glob("*.py")), rest=pytest.mark.by_hand))
 def test_the_examples_resume_from_the_bucket_alone(name: str, ranks: Any, tmp_path: Path, bucket: str) -> None:
     pytest.importorskip(NEEDS[name])

@@ -153,7 +153,7 @@ def providers(step):
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("damaged", short.first([1, 0], rest=pytest.mark.by_hand), ids=["of rank 1", "of rank 0"])
 def test_all_ranks_take_the_same(damaged: int, tmp_path: Path, ranks: Callable[..., Any]) -> None:
     save = """

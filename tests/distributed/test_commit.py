@@ -212,7 +212,7 @@ write_catalog = ballot._write_catalog
 
 def lose_one(votes, pending):
     if votes[0].step == 2:
-        file = pending.directory / votes[1].file
+        file = pending.directory / votes[1].files[0].name
         {loss}
     return write_catalog(votes, pending)
 

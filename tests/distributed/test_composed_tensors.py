@@ -123,7 +123,7 @@ dist.destroy_process_group()
 LIBRARY = "torchao is not installed: its optimizers were NOT tried"
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_same_ranks_take_back_their_parts(ranks: Callable[..., object], tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason=LIBRARY)
     ranks(2, SCRIPT, tmp_path, "sharded", "AdamW8bit", "AdamW4bit", "AdamWFp8", timeout=200)

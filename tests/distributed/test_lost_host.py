@@ -104,7 +104,7 @@ def lose(host: str, where: str, ranks: Any, tmp_path: Path) -> int:
     return int(restored.split()[1])
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_host_is_lost_while_it_copies(ranks: Any, tmp_path: Path) -> None:
     assert lose("b", "send 3", ranks, tmp_path) == 2
 

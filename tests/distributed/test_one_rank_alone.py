@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_saves_something_for_itself_stays_in_step(
     ranks: Any, prelude: str, reports: Any, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ def is_whole(path: Path) -> bool:
 # --- debris
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)

@@ -67,7 +67,7 @@ def _alone(folder: Path, *words: str) -> None:
         getattr(layouts, verb)(folder, *names)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_sharded_over_four_two_and_one(ranks: Any, tmp_path: Path) -> None:
     _alone(tmp_path, "save:plain", "save:named")
     ranks(

@@ -158,6 +158,7 @@ def test_a_place_in_a_bucket_behind_another(bucket: Location) -> None:
         assert equal(ds.load(far, step=step)["model"], of_each_type(step))
 
 
+@pytest.mark.by_hand
 def test_two_ranks_drain_and_restore(
     bucket: Location, tmp_path: Path, ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

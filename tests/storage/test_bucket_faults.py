@@ -321,6 +321,7 @@ def test_an_upload_that_is_denied_is_aborted(store: Buckets, faults: FaultServer
 # --- saving
 
 
+@pytest.mark.by_hand
 @ONE_SERVER
 def test_a_save_is_committed_though_an_answer_is_lost(store: Buckets, faults: FaultServer, root: Location) -> None:
     state = {"w": np.arange(1_500_000.0), "step": 5}  # of two parts

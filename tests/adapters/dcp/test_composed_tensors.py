@@ -75,7 +75,7 @@ for kind in KINDS:
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_states_of_low_precision_are_as_with_torch(train: Any, said: Any, tmp_path: Path) -> None:
     """On two ranks, and from two to one, where torch's own reader can."""
     pytest.importorskip("torchao", reason="torchao is not installed: its optimizers were NOT tried")

@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize(("count", "case"), first(CASES, rest=pytest.mark.by_hand))
 def test_experts_of_several_ranks(train: Any, tmp_path: Path, count: int, case: str) -> None:
     train(

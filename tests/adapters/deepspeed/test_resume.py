@@ -67,6 +67,7 @@ def runs(
     return [*map(said, module_train(2, SAVE, root, *cases))], [*map(said, module_train(2, RESUME, root, *cases))]
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize("case", CASES)
 def test_whoever_writes_and_reads_training_goes_on_alike(runs: Any, case: str) -> None:
     saved, resumed = runs

@@ -37,6 +37,7 @@ for entry in (TORCH, OURS):
 """
 
 
+@pytest.mark.by_hand
 def test_two_ranks_resume_from_the_bucket_alone(train: Any, said: Any, tmp_path: Path, bucket: str) -> None:
     root = tmp_path / "run"
     saved = [said(done) for done in train(2, SAVE, root, bucket)]

@@ -183,7 +183,7 @@ def test_a_fit_that_nobody_looks_at_does_not_wait(
     assert not [line for line in caplog.messages if "waiting for" in line]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.by_hand)])
 def test_what_is_tested_and_resumed_after_a_fit_is_that_of_lightning(
     last: Any, training: ModuleType, io: Any, tmp_path: Path

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_flipped_byte_is_named_and_a_file_that_was_cut(run: Any, tmp_path: Path) -> None:
     run(
         2,

@@ -29,7 +29,7 @@ def nothing(directory):
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 # a persistent worker imports Megatron-Core anew
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_a_full_disk_on_one_rank(run: Any, tmp_path: Path, persistent: bool) -> None:

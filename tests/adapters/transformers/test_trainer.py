@@ -46,7 +46,7 @@ def test_shards_of_fsdp1_are_those_that_the_trainer_saves(ranks: Any, tmp_path: 
         assert len(state["state"] if kind == "optimizer" else state) > 10
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_transformers_alone_reads_the_folder(training: ModuleType, tmp_path: Path) -> None:
     made = training.trainer(tmp_path, 5)
     training.attach(made, **training.OPTIONS)
@@ -64,7 +64,7 @@ assert torch.equal(model.eval()(torch.arange(16)[None]).logits, torch.load({str(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_folders_of_earlier_versions_are_resumed(training: ModuleType, tmp_path: Path) -> None:
     whole = training.trainer(tmp_path / "whole", 7)
     training.attach(whole, **training.OPTIONS)
