@@ -92,7 +92,7 @@ class Ballot:
         """
         run = self._run
         run.begin()
-        self.take(nbytes)
+        self.needs(nbytes)
         mark = None if run.opening is None else run.opening.mark
         self._pending = pending = run.tier.pending(self.target, self._attempt, mark)
         self.path = pending.file(manifest.container_name(self.world.rank))
@@ -100,7 +100,7 @@ class Ballot:
         self.identity = {"step": self.step, **world, "attempt": pending.attempt}
         pending.begin()
 
-    def take(self, nbytes: int) -> None:
+    def needs(self, nbytes: int) -> None:
         """Raise StorageError if so many bytes are to be written into memory, and too little is free."""
         refuse_short_memory(self._run.tier, nbytes)
 

@@ -119,8 +119,12 @@ def declined(votes: dict[int, Vote]) -> bytes:
 
 def by_number(votes: dict[int, Vote]) -> dict[int, tuple[int, File]]:
     """The files of all ranks by their numbers in the checkpoint, ascending, each with its rank."""
-    every = [(which, rank, file) for rank, vote in votes.items() for which, file in enumerate(vote.files)]
-    return {which * len(votes) + rank: (rank, file) for which, rank, file in sorted(every, key=lambda one: one[:2])}
+    return {
+        which * len(votes) + rank: (rank, vote.files[which])
+        for which in range(2)
+        for rank, vote in votes.items()
+        if which < len(vote.files)
+    }
 
 
 def made_catalog(votes: dict[int, Vote], table_of: Callable[[File], ShardTable]) -> tuple[bytes, int]:
@@ -141,8 +145,8 @@ def made_catalog(votes: dict[int, Vote], table_of: Callable[[File], ShardTable])
         if (text := describe_conflicts((rank, table_of(file)) for rank, file in numbered.values())) is not None:
             raise CommitError(text) from None  # it names tensors held twice or not at all
         raise
-    own, kept = claims[: len(votes)], claims[len(votes) :] or [NO_CLAIMS] * len(votes)
-    together = [one if other is NO_CLAIMS else joined(one, other) for one, other in zip(own, kept, strict=True)]
+    own, kept = claims[: len(votes)], claims[len(votes) :]
+    together = list(map(joined, own, kept)) if kept else own
     replicas = [vote.replicas for vote in votes.values()]
     refuse_difference(list(votes), together, replicas, lambda rank: table_of(votes[rank].files[0]))
     return encoded, head_crc

@@ -1,4 +1,4 @@
-"""Chooses the buffers that go into a container of their own, as several checkpoints have them alike. Pure functions."""
+"""Chooses the buffers that go into a kept container. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from datastates._base.columns import U64, Bools
 from datastates._base.sizes import LARGE_RECORD
 
 _LEAST = 8
-"""A kept container has at least one of so many bytes of the state."""
+"""A kept container has at least this share of the state's bytes, as a divisor."""
 _MORE = 2
-"""It is made anew for more than one of so many bytes of it: what changes seldom would be written again and again."""
+"""It is made anew if this share of it, as a divisor, could be added. For less it stays: much may change seldom."""
 
 
 def choose_kept(nbytes: U64, unchanged: Bools, kept: Bools) -> Bools:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,18 @@ class Half:
         return (
             is_same and same_places(self.frame.records, index.records) and same_arrays(self.frame.table, index.shards)
         )
+
+
+def presumed(structure: Structure, live: Sequence[Any]) -> Bools:
+    """For each buffer, whether it seems to be frozen: its tensors need no gradient, and others of their provider do.
+
+    Args:
+        structure: The state.
+        live: The live array of each of its shards.
+    """
+    needs = np.array([bool(getattr(array, "requires_grad", False)) for array in live], bool)
+    provider = np.array([p for p, _ in structure.arrays], np.int64)
+    return structure.all_of(~needs & np.isin(provider, provider[needs]))
 
 
 @gc_pause.paused()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -57,19 +55,15 @@ class Hashed:
         """The hashes in the order of the file that has all."""
         return self.chunks[write.chunk_order(self.frame.plan)]
 
-    def compared(self, newest: Newest | None) -> tuple[Bools, Bools]:
+    def compared(self, newest: Newest) -> tuple[Bools, Bools]:
         """For each buffer, whether a checkpoint has all its arrays with these bytes, and whether it keeps them."""
-        rows = np.zeros((2, len(self.structure.source)), bool)
-        for which, base in enumerate(() if newest is None else (newest.own, newest.kept)):
-            if base is not None:
-                found, is_same = self._found(base.index)
-                rows[0, found[is_same]] = True
-                rows[which, found] |= which == 1
-        source, result = np.array(self.structure.source, np.int64), np.zeros((2, len(self._counts)), bool)
-        result[:, source] = True
-        for has, all_have in zip(rows, result, strict=True):
-            all_have[source[~has]] = False
-        return result[0], result[1]
+        unchanged, kept = np.zeros((2, len(self.structure.source)), bool)
+        found, is_same = self._found(newest.own.index)
+        unchanged[found[is_same]] = True
+        if newest.kept is not None:
+            found, is_same = self._found(newest.kept.index)
+            unchanged[found[is_same]] = kept[found] = True
+        return self.structure.all_of(unchanged), self.structure.all_of(kept)
 
     def _found(self, index: Index) -> tuple[I64, Bools]:
         """The numbers of the arrays that a container has, and whether it has the same bytes in their records."""
@@ -95,19 +89,3 @@ class Hashed:
         at = chunk - begin[number] + index.first_chunk[record[is_same]][number]
         is_same[np.flatnonzero(is_same)[number[(self.chunks[chunk] != hashes[at]).any(axis=1)]]] = False
         return row, is_same
-
-
-def presumed(structure: Structure, live: Sequence[Any]) -> Bools:
-    """For each buffer, whether it seems to be frozen: its tensors need no gradient, and others of their provider do.
-
-    Args:
-        structure: The state.
-        live: The live array of each of its shards.
-    """
-    needs = [bool(getattr(array, "requires_grad", False)) for array in live]
-    trained = {p for (p, _), need in zip(structure.arrays, needs, strict=True) if need}
-    frozen = np.zeros(len(structure.buffers), bool)
-    frozen[structure.source] = True
-    for (p, _), source, need in zip(structure.arrays, structure.source, needs, strict=True):
-        frozen[source] &= p in trained and not need
-    return frozen

@@ -30,8 +30,8 @@ from datastates.planning.kept import choose_kept
 from datastates.saving.bases import Base, Bases, Newest
 from datastates.saving.container_frame import ContainerFrame
 from datastates.saving.frame import Checksums
-from datastates.saving.halves import Half
-from datastates.saving.hashed import Hashed, presumed
+from datastates.saving.halves import Half, presumed
+from datastates.saving.hashed import Hashed
 from datastates.saving.kept_container import KeptContainer
 from datastates.saving.partial_container import PartialContainer
 from datastates.saving.running import Running, SavePlan
@@ -124,7 +124,7 @@ class IncrementalRunning(Running):
             self._is_open = True
             self._share(self._hashed)
             assert isinstance(self.ending, Ballot)
-            self.ending.take(self._written_nbytes)
+            self.ending.needs(self._written_nbytes)
             self._begin_to_capture()
         except BaseException:
             self._stop()

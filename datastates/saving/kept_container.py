@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class KeptContainer:
         """
         if not folders_of(self._path).link(base.path, self._path):
             return False
-        made = Base(self._path, base.nbytes, base.index, base.index_crc)
+        made = replace(base, path=self._path)
         if not made.is_there():
             folders_of(self._path).discard([self._path])
             if base.is_there():  # gocryptfs tells another length for a while
@@ -96,8 +97,7 @@ class KeptContainer:
     def base(self, checkpoint: Location) -> Base:
         """What the next save may link, once the checkpoint is committed."""
         assert self._made is not None
-        made = self._made
-        return Base(checkpoint / self._path.name, made.nbytes, made.index, made.index_crc)
+        return replace(self._made, path=checkpoint / self._path.name)
 
     def figures(self) -> dict[str, Any]:
         """The statistics of the job that writes it; none if nothing is written."""

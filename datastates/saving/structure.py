@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from datastates._base import gc_pause
-from datastates._base.columns import I64, U8, U64
+from datastates._base.columns import I64, U8, U64, Bools
 from datastates.executor.executor import Columns
 from datastates.saving.replicas import ReplicaPlan
 from datastates.state.shards import Buffer, Shard, Shards, full_key
@@ -78,6 +78,13 @@ class Structure:
         """The full key of array shard number ``i``."""
         provider, shard = self.arrays[i]
         return full_key(self.names[provider], shard.key)
+
+    def all_of(self, arrays: Bools) -> Bools:
+        """For each buffer, whether something is so of all array shards in it."""
+        buffers, source = np.zeros(len(self.buffers), bool), np.array(self.source, np.int64)
+        buffers[source] = True
+        buffers[source[~arrays]] = False
+        return buffers
 
     @property
     def holds_state(self) -> bool:

@@ -246,29 +246,32 @@ HALVES: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
 def build_several() -> dict[str, bytes]:
     """The files of a checkpoint of two ranks, by name."""
     made = (_of_rank({**IDENTITY, "rank": rank, "world_size": 2}, held) for rank, held in enumerate(PARTS))
-    return _several(made, 2, {"format": 1})
+    return _several(made, ranks=2, number=1)
 
 
 def build_kept() -> dict[str, bytes]:
     """The files of a checkpoint of one rank with a kept container of an earlier step, by name."""
     earlier = {**IDENTITY, "step": 60, "attempt": "0a1b2c3d"}
     made = (_of_rank(IDENTITY, HALVES[0]), _of_rank(earlier, HALVES[1], objects=False))
-    return _several(made, 1, {"format": 3, "sequence": 7})
+    return _several(made, ranks=1, number=3, sequence=7)
 
 
-def _several(made: Iterable[tuple[bytes, Index, int]], ranks: int, numbers: dict[str, int]) -> dict[str, bytes]:
+def _several(
+    made: Iterable[tuple[bytes, Index, int]], *, ranks: int, number: int, sequence: int | None = None
+) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     claims, nbytes, crcs = [], [], []
-    for number, (data, index, index_crc) in enumerate(made):
-        files[manifest.file_name(number, ranks)] = data
+    for i, (data, index, index_crc) in enumerate(made):
+        files[manifest.file_name(i, ranks)] = data
         claims.append(whole_claims(claims_of(index.shards), index))
         nbytes.append(len(data))
         crcs.append(index_crc)
     encoded, head_crc = catalog.encode_catalog(claims, np.array(nbytes, np.uint64), np.array(crcs, np.uint32))
     files[catalog.FILE] = encoded
     written = manifest.Manifest(
-        **numbers,  # type: ignore[arg-type]
+        format=number,
         step=120,
+        sequence=sequence,
         attempt="9f86d081",
         created="2026-01-31T12:00:00+00:00",
         world_size=ranks,
