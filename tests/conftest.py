@@ -190,6 +190,12 @@ def _reserved_port() -> Iterator[str]:
         yield str(keeper.getsockname()[1])
 
 
+@pytest.fixture
+def linking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no file share ranges, as on ext4: whole files are linked."""
+    monkeypatch.setattr("datastates.commit.trial.shares_ranges", lambda folder: False)
+
+
 @contextlib.contextmanager
 def _processes(directory: Path, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
     started: list[Process] = []

@@ -86,21 +86,30 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("fault", first(KILLS, rest=pytest.mark.by_hand))
-def test_killed_while_it_shares(fault: str, tmp_path: Path, run: Callable[..., Any]) -> None:
-    ended = run("-c", LOOP, tmp_path, DATASTATES_FAULTS=fault)
+def killed_and_resumed(loop: str, fault: str, root: Path, run: Callable[..., Any]) -> tuple[list[int], list[bool]]:
+    """Kill a loop, and run it again with its newest checkpoint alone.
+
+    Returns the steps that were committed before the kill, and whether each step after it shares.
+    """
+    ended = run("-c", loop, root, DATASTATES_FAULTS=fault)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    committed, announced = audited(tmp_path), shared_by(ended.stdout)
+    committed, announced = audited(root), shared_by(ended.stdout)
     assert max(committed, default=-1) >= len(announced) - 1
     for step in committed[:-1]:  # each stands alone
-        shutil.rmtree(tmp_path / f"step-{step:08d}")
-    again = run("-c", LOOP, tmp_path)
+        shutil.rmtree(root / f"step-{step:08d}")
+    again = run("-c", loop, root)
     assert again.returncode == 0, again.stderr
-    # what was restored is a base, and so is each step after it
-    assert [shared > 3_000_000 for shared in shared_by(again.stdout)] == [bool(committed), True, True, True]
     last = max(committed, default=-1) + 4
-    assert audited(tmp_path) == [last - 1, last]
-    assert tier_of(tmp_path).debris() == []
+    assert audited(root) == [last - 1, last]
+    assert tier_of(root).debris() == []
+    return committed, [shared > 3_000_000 for shared in shared_by(again.stdout)]
+
+
+@pytest.mark.parametrize("fault", first(KILLS, rest=pytest.mark.by_hand))
+def test_killed_while_it_shares(fault: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    committed, shares = killed_and_resumed(LOOP, fault, tmp_path, run)
+    # what was restored is a base, and so is each step after it
+    assert shares == [bool(committed), True, True, True]
 
 
 REFUSALS = ["EINVAL", "EXDEV", "EOPNOTSUPP", "EMLINK", "EPERM", "ENOSPC", "EDQUOT", "EIO"]

@@ -11,15 +11,9 @@ import torch
 from per_host_job import RANKS, host_of
 
 import datastates as ds
-from datastates.commit import trial
 from datastates.providers import from_state_dict
 
-pytestmark = pytest.mark.usefixtures("links")
-
-
-@pytest.fixture(autouse=True)
-def linking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "shares_ranges", lambda folder: False)
+pytestmark = pytest.mark.usefixtures("links", "linking")
 
 
 def base_of(rank: int, scale: float = 1.0) -> ds.StateProvider:

@@ -6,21 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from whole_saves import as_two_ranks
+from whole_saves import as_two_ranks, assert_as_they_lay, views
 
 import datastates as ds
 from datastates.providers import PickledObjectProvider, ReplicatedProvider
 
 
 def test_views_and_strides_of_what_another_rank_has_written(tmp_path: Path) -> None:
-    memory = torch.randn(60_000)
-    state: dict[str, Any] = {
-        "all": memory,
-        "square": memory[:40_000].view(200, 200).T,
-        "channels": torch.randn(2, 8, 8, 16).contiguous(memory_format=torch.channels_last),
-        "wide": torch.randn(200, 1).expand(200, 300),
-        "other": torch.randn(50_000),
-    }
+    state = views() | {"other": torch.randn(50_000)}
     found: dict[int, dict[str, Any]] = {}
 
     def rank(number: int) -> None:
@@ -33,8 +26,4 @@ def test_views_and_strides_of_what_another_rank_has_written(tmp_path: Path) -> N
 
     as_two_ranks(rank)
     for live in found.values():
-        assert live.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(live[key], value), key
-            assert live[key].stride() == value.stride(), key
-        assert live["all"].untyped_storage().data_ptr() == live["square"].untyped_storage().data_ptr()
+        assert_as_they_lay(live, state)

@@ -12,18 +12,13 @@ from whole_saves import a_state, assert_equal, copy_of, save
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.commit import trial
 from datastates.commit.tiers import tier_of
 from datastates.formats import own
 from datastates.providers import from_state_dict
 from datastates.storage import Location
 
 FAR = "far://bucket/run"
-
-
-@pytest.fixture(autouse=True)
-def linking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "shares_ranges", lambda folder: False)
+pytestmark = pytest.mark.usefixtures("linking")
 
 
 def saved(first: Path, further: list[Any]) -> dict[int, dict[str, Any]]:

@@ -12,20 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import run, run_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import datastates as ds
 from datastates.commit import run as run_of_commits
-from datastates.commit import trial
 from datastates.commit.directory_tier import DirectoryTier
 from datastates.config import Options
-from datastates.errors import DatastatesError, RestoreError, StorageError
+from datastates.errors import StorageError
 from datastates.formats import own
 from datastates.providers import (
     HostTensorProvider,
-    PickledObjectProvider,
     ReplicatedProvider,
     from_state_dict,
     from_stateful,
@@ -38,16 +35,7 @@ torch = pytest.importorskip("torch")
 saves = pytest.importorskip("whole_saves")
 
 
-@pytest.fixture(autouse=True)
-def linking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no file share ranges, as on ext4."""
-    monkeypatch.setattr(trial, "shares_ranges", lambda folder: False)
-
-
-def links_in(root: Path, step: int) -> dict[str, int]:
-    """How many names each file of a checkpoint's ranks has."""
-    (path,) = root.glob(f"step-{step:08d}*")
-    return {file.name: file.stat().st_nlink for file in path.glob("rank-*.pt")}
+pytestmark = pytest.mark.usefixtures("linking")
 
 
 def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
@@ -63,8 +51,8 @@ def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
     assert [bool(report["in_full"]) for report in reports] == [True, True, False, False, False]
     assert all(report["bytes"] < changing + 16384 for report in reports[2:])
     assert all(report["shared"] > whole - changing - 16384 for report in reports[2:])
-    assert links_in(tmp_path, 0) == {"rank-00000.pt": 1}
-    assert links_in(tmp_path, 4) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 4}
+    assert saves.links_in(tmp_path, 0) == {"rank-00000.pt": 1}
+    assert saves.links_in(tmp_path, 4) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 4}
     saves.assert_whole(tmp_path, expected)
 
 
@@ -80,7 +68,7 @@ def test_what_needs_no_gradient_is_kept_at_once(tmp_path: Path) -> None:
             optimizer.step()  # its first step makes its state: the rest may change, what is kept does not
             snapshot.wait_committed()
             assert (snapshot.report.executor["in_full"] == "") == (step > 0)
-    assert links_in(tmp_path, 2) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 3}
+    assert saves.links_in(tmp_path, 2) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 3}
     found = torch.load(tmp_path / "step-00000002" / "rank-00000.kept.pt", weights_only=True)
     assert list(found["model"]) == ["base.weight"]
     assert torch.equal(found["model"]["base.weight"], model["base"].weight)
@@ -96,7 +84,7 @@ def test_any_other_checkpoint_may_go(tmp_path: Path) -> None:
     saves.assert_whole(tmp_path, {step: expected[step] for step in (4, 5)})
     shutil.rmtree(tmp_path / "step-00000004")
     saves.assert_whole(tmp_path, {5: expected[5]})
-    assert links_in(tmp_path, 5) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 1}
+    assert saves.links_in(tmp_path, 5) == {"rank-00000.pt": 1, "rank-00000.kept.pt": 1}
 
 
 def test_the_next_run_goes_on_from_what_it_has_restored(tmp_path: Path) -> None:
@@ -206,31 +194,6 @@ def test_what_thaws_is_written_and_what_freezes_is_kept(tmp_path: Path) -> None:
     saves.assert_whole(tmp_path, expected)
 
 
-def test_ties_and_views(tmp_path: Path) -> None:
-    memory, tied = torch.randn(60_000), torch.randn(300, 300)
-    state = {
-        "first": memory[:30_000],
-        "all": memory,
-        "square": memory[:40_000].view(200, 200).T,
-        "tied": tied,
-        "again": tied,
-        "moves": torch.zeros(20_000),
-    }
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(4):
-            state["moves"] += 1
-            report = saves.save(checkpointer, state, step)
-    assert report["in_full"] == ""
-    found = ds.load(tmp_path)["state"]
-    saves.assert_equal(found, state)
-    assert found["tied"] is found["again"]
-    assert found["square"].stride() == state["square"].stride()
-    live = saves.copy_of(state) | {"tied": (alike := torch.zeros(300, 300)), "again": alike}
-    with ds.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore([from_state_dict("state", live)])
-    saves.assert_equal(live, state)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_ranks_keep_each_its_own(ranks: int, tmp_path: Path) -> None:
     whole, alike = torch.randn(2, 200_000), torch.randn(500_000)
@@ -253,7 +216,7 @@ def test_two_ranks_keep_each_its_own(ranks: int, tmp_path: Path) -> None:
 
     saves.as_two_ranks(rank)
     assert all((report["in_full"] == "") == (step > 1) for (_, step), report in reports.items())
-    assert sorted(links_in(tmp_path, 3)) == [f"rank-0000{n}.{kept}pt" for n in range(2) for kept in ("kept.", "")]
+    assert sorted(saves.links_in(tmp_path, 3)) == [f"rank-0000{n}.{kept}pt" for n in range(2) for kept in ("kept.", "")]
     for number in range(ranks):  # each as one that restores alone, or with another
         live = {f"state{n}": {"frozen": torch.zeros(200_000), "moves": torch.zeros(30_000)} for n in range(2)}
         live["shared"] = {"alike": torch.zeros(500_000), "moves": torch.zeros(40_000), "n": -1}
@@ -266,31 +229,6 @@ def test_two_ranks_keep_each_its_own(ranks: int, tmp_path: Path) -> None:
     found = ds.load(tmp_path)
     assert torch.equal(found["shared"]["alike"], alike)
     assert torch.equal(found["state1"]["frozen"], whole[1])
-
-
-def test_readers_see_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = saves.a_state()
-    with ds.Checkpointer(tmp_path / "linked", incremental=True) as checkpointer:
-        for step in range(3):
-            state["large.3"] += 1
-            saves.save(checkpointer, state, step)
-    linked = tmp_path / "linked" / "step-00000002"
-    ds.snapshot([from_state_dict("state", state)], tmp_path / "plain", step=2).wait_committed()
-    with ds.open(linked) as one, ds.open(tmp_path / "plain") as other:
-        assert list(one) == list(other)
-        assert all(torch.equal(one[key], other[key]) for key in other)
-        assert all(one.digest(key) == other.digest(key) for key in other)
-    ds.export(linked, tmp_path / "a.safetensors")
-    ds.export(tmp_path / "plain", tmp_path / "b.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    for command in (
-        ["verify", linked],
-        ["diff", linked, tmp_path / "plain"],
-        ["inspect", linked],
-        ["ls", linked.parent],
-    ):
-        status, output = run(capsys, *command)
-        assert status == 0, output
 
 
 def test_eager_arrays_are_as_they_were_in_the_call(tmp_path: Path) -> None:
@@ -424,70 +362,6 @@ def test_one_of_two_parts_of_a_tensor_is_kept(tmp_path: Path) -> None:
     assert list(own.open(Location(tmp_path / "step-00000003")).verify(lambda nbytes: None)) == []
 
 
-def test_kept_arrays_come_back_as_they_lay_in_memory(tmp_path: Path) -> None:
-    memory = torch.randn(60_000)
-    state: dict[str, Any] = {
-        "all": memory,
-        "square": memory[:40_000].view(200, 200).T,
-        "channels": torch.randn(2, 30, 30, 16).contiguous(memory_format=torch.channels_last),
-        "wide": torch.randn(200, 1).expand(200, 300),
-        "moves": torch.zeros(20_000),
-        "n": {"x": 1},
-    }
-    live: dict[str, Any] = {}
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(4):
-            state["moves"] += 1
-            snapshot = checkpointer.snapshot([PickledObjectProvider("state", lambda: state, live.update)], step=step)
-            snapshot.wait_committed()
-    assert snapshot.report.executor["in_full"] == ""
-    with ds.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore([PickledObjectProvider("state", lambda: state, live.update)])
-    assert live.keys() == state.keys()
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(live[key], value), key
-            assert live[key].stride() == value.stride(), key
-    assert live["all"].untyped_storage().data_ptr() == live["square"].untyped_storage().data_ptr()
-
-
-def test_a_frozen_array_that_repeats_elements_is_restored(tmp_path: Path) -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(300, 300)
-            self.register_buffer("wide", torch.randn(60_000, 1).expand(60_000, 3))
-
-    model = Model()
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(3):
-            with torch.no_grad():
-                model.layer.weight += 1
-                model.layer.bias += 1
-            checkpointer.snapshot([from_stateful("model", model)], step=step).wait_committed()
-    assert links_in(tmp_path, 2)["rank-00000.kept.pt"] > 1
-    other = Model()
-    with ds.Checkpointer(tmp_path) as checkpointer:
-        try:
-            checkpointer.restore([from_stateful("model", other)])
-        except RestoreError as error:
-            raise AssertionError(str(error)) from error
-    assert torch.equal(other.layer.weight, model.layer.weight)
-
-
-def test_an_extra_key_is_refused_as_without_a_kept_container(tmp_path: Path) -> None:
-    state = saves.a_state()
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(3):
-            state["large.0"] += 1
-            saves.save(checkpointer, state, step)
-        for step in (0, 2):
-            live = saves.copy_of(state)
-            del live["count"]
-            with pytest.raises(RestoreError, match="count"):
-                checkpointer.restore([from_state_dict("state", live)], step=step)
-
-
 def test_what_is_read_from_another_place_is_no_base(tmp_path: Path) -> None:
     state = saves.a_state()
     first, second = tmp_path / "first", tmp_path / "second"
@@ -556,24 +430,6 @@ def test_what_is_linked_takes_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
     saves.assert_whole(tmp_path, {2: expected})
 
 
-def test_who_shares_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = saves.a_state()
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(4):
-            state["large.0"] += 1
-            saves.save(checkpointer, state, step)
-    status, found = run_json(capsys, "ls", "--added", tmp_path)
-    assert status == 0
-    whole, changing = found["checkpoints"][0]["bytes"], state["large.0"].nbytes
-    added = [one["added"] for one in found["checkpoints"]]
-    assert all(nbytes >= whole for nbytes in added[:2])
-    assert all(nbytes < changing + 30_000 for nbytes in added[2:])
-    status, output = run(capsys, "inspect", tmp_path / "step-00000003")
-    assert status == 0
-    assert "step 3, rank 0 of 1" in output
-    assert "with step 1" in output or "step 2" in output
-
-
 def test_who_saves_parts_alone_keeps_nothing(tmp_path: Path) -> None:
     parts = [np.arange(60_000.0)]
 
@@ -607,36 +463,8 @@ def test_a_link_that_cannot_be_synced_is_taken_back(tmp_path: Path, monkeypatch:
     saves.assert_whole(tmp_path, {2: state})
 
 
-def kept_at_step_2(tmp_path: Path) -> tuple[dict[str, Any], Path]:
-    state = saves.a_state()
-    with ds.Checkpointer(tmp_path, incremental=True) as checkpointer:
-        for step in range(3):
-            state["large.0"] += 1
-            saves.save(checkpointer, state, step)
-    return state, tmp_path / "step-00000002" / "rank-00000.kept.pt"
-
-
-@pytest.mark.parametrize("change", [delete, cut])
-def test_what_the_kept_container_does_not_hold_is_not_lost_with_it(
-    change: Callable[[Path], None], tmp_path: Path
-) -> None:
-    state, kept = kept_at_step_2(tmp_path)
-    change(kept)
-    path = tmp_path / "step-00000002"
-    with ds.open(path) as checkpoint:
-        assert torch.equal(checkpoint["state/large.0"], state["large.0"])
-        assert len(checkpoint) == 10
-    live = saves.copy_of(state) | {"large.0": torch.zeros_like(state["large.0"])}
-    with ds.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore([from_state_dict("state", live)], step=2, keys=["state/large.0"])
-        assert torch.equal(live["large.0"], state["large.0"])
-        with pytest.raises(DatastatesError, match=r"rank-00000\.kept\.pt"):
-            checkpointer.restore([from_state_dict("state", live)], step=2)
-    ds.export(path, tmp_path / "part.safetensors", keys=["state/large.0"])
-
-
 def test_what_was_restored_in_part_is_no_base(tmp_path: Path) -> None:
-    state, kept = kept_at_step_2(tmp_path)
+    state, kept = saves.kept_at_step_2(tmp_path)
     data = bytearray(kept.read_bytes())
     data[len(data) // 2] ^= 1
     kept.write_bytes(data)

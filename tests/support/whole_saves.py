@@ -61,6 +61,43 @@ def save(checkpointer: ds.Checkpointer, state: dict[str, Any], step: int) -> dic
     return snapshot.report.executor
 
 
+def links_in(root: Path, step: int) -> dict[str, int]:
+    """How many names each file of a checkpoint's ranks has."""
+    (path,) = root.glob(f"step-{step:08d}*")
+    return {file.name: file.stat().st_nlink for file in path.glob("rank-*.pt")}
+
+
+def kept_at_step_2(root: Path) -> tuple[dict[str, Any], Path]:
+    """Save three steps, of which the last two share a kept container; returns the state and that file of step 2."""
+    state = a_state()
+    with ds.Checkpointer(root, incremental=True) as checkpointer:
+        for step in range(3):
+            state["large.0"] += 1
+            save(checkpointer, state, step)
+    return state, root / "step-00000002" / "rank-00000.kept.pt"
+
+
+def views() -> dict[str, Any]:
+    """Arrays that share memory, in other orders than the row-major one, or with repeated elements."""
+    memory = torch.randn(60_000)
+    return {
+        "all": memory,
+        "square": memory[:40_000].view(200, 200).T,
+        "channels": torch.randn(2, 30, 30, 16).contiguous(memory_format=torch.channels_last),
+        "wide": torch.randn(200, 1).expand(200, 300),
+    }
+
+
+def assert_as_they_lay(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Arrays are equal, with the same strides, and :func:`views` share memory again."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+            assert found[key].stride() == value.stride(), key
+    assert found["all"].untyped_storage().data_ptr() == found["square"].untyped_storage().data_ptr()
+
+
 def as_two_ranks(rank: Callable[[int], None]) -> None:
     """Call a function with the number of each rank, on threads of their own; raises what one of them raises."""
     with ThreadPoolExecutor(2) as threads:
