@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from steps import PRELUDE, assert_holds
 
+pytestmark = pytest.mark.long
+
 INTERRUPTED = {
     "right behind the gate's guard": """
 from datastates.saving import gate
-
-pytestmark = pytest.mark.long
 guard = gate.guard
 def interrupted(snapshot, **how):
     guard(snapshot, **how)

@@ -23,6 +23,7 @@ from datastates.storage.buckets import Buckets
 from datastates.testing import equal
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.long
 KINDS = [
     "moto",
     pytest.param("localbucket", marks=pytest.mark.by_hand),
@@ -36,8 +37,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import datastates as ds
 from datastates.providers import from_state_dict
-
-pytestmark = pytest.mark.long
 
 def whole(step):
     torch.manual_seed(step)

@@ -138,6 +138,7 @@ def test_every_element_type(dtype: torch.dtype, tmp_path: Path) -> None:
     assert equal(ds.load(path), stock(path))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_what_torch_writes_but_does_not_read_is_read(tmp_path: Path) -> None:
     value = {"new": torch.arange(3).to(torch.uint16), "untyped": torch.ones(3).untyped_storage()}
     path = save(value, tmp_path / "new.pt")
@@ -156,6 +157,7 @@ def test_old_files_of_python_2_are_read(tmp_path: Path) -> None:
     assert found["b"][0, 1] == 100
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_a_storage_may_be_a_part_of_another(tmp_path: Path) -> None:
     part = ("8", 4, 5)
     value = {
