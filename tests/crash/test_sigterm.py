@@ -271,6 +271,7 @@ with ds.Checkpointer(root, handle_sigterm=True, every=10**6, grace="10min", **OP
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.by_hand
 def test_a_last_snapshot_is_taken_beside_torch_s_data_loader(
     method: str, tmp_path: Path, run: Callable[..., Any]
 ) -> None:

@@ -162,6 +162,6 @@ def test_different_buffers_are_refused_or_those_of_rank_0(ranks: Any, tmp_path: 
     ranks(2, SCRIPT, tmp_path, timeout=120)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_hybrid_and_replicated_and_synced_modules_and_stages(ranks: Any, tmp_path: Path) -> None:
     ranks(4, OTHERS, tmp_path, timeout=300)

@@ -51,7 +51,7 @@ def assert_tidy(root: Path, *steps: int) -> None:
         assert commands.main(["verify", str(path)]) == 0
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     ("count", "layout"), short.first([(3, "rows"), (1, "rows"), (2, "columns"), (4, "ranges"), (3, "replicas")])
 )

@@ -137,7 +137,7 @@ def test_a_damaged_container_that_is_not_needed_is_not_opened(threads: Any, tmp_
     assert torch.equal(live, weight) == (damaged == 1)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_containers_are_opened_while_the_interpreter_ends(threads: Any, tmp_path: Path) -> None:
     of_two_ranks(threads, tmp_path / "c")
     # Python itself refuses to import torch for the first time while it ends

@@ -91,7 +91,7 @@ report("steps", steps=ckpt.steps())
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_before_jax_distributed(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip(
         "jax", reason="JAX is not installed: a Checkpointer made before its processes met was NOT tried"

@@ -92,7 +92,7 @@ def test_sharded_over_four_two_and_one(ranks: Any, tmp_path: Path) -> None:
     ranks(4, SCRIPT, tmp_path, "take:fsdp:fsdp-2", "take:grid:fsdp-2", "take:hybrid:grid-4", timeout=120)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_zero_replicas_and_pipelines(ranks: Any, tmp_path: Path) -> None:
     _alone(tmp_path, "save:plain", "save:named", "save:pipeline")
     ranks(3, SCRIPT, tmp_path, "save:ddp", "save:zero", "save:named_zero", "save:flat", "take:zero:zero-3", timeout=120)

@@ -33,16 +33,27 @@ def frameworks_of(page: Path) -> set[str]:
     return {name for name in FRAMEWORKS if re.search(rf"^(import|from) {name}\b", page.read_text(), re.M)}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.name, marks=[] if p.name == "README.md" else [pytest.mark.long]) for p in PAGES]
-)
+SLOW = {
+    *("cadence", "deepspeed", "formats", "from-torch-save", "loops", "megatron", "partial-restore"),
+    *("providers-reference", "running", "trainers"),
+}
+"""Pages that take some ten seconds or more: they are run by hand."""
+
+
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    if page.stem in SLOW:
+        return [pytest.mark.by_hand]
+    return [] if page.name == "README.md" else [pytest.mark.long]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=marks_of(page)) for page in PAGES])
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     if missing := {name for name in frameworks_of(page) if find_spec(name) is None}:
         pytest.skip(f"{', '.join(sorted(missing))} not installed: this page did NOT run")
     run(page, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_first_page_runs_again_in_the_same_folder(tmp_path: Path) -> None:
     """Its first example resumes from what it finds, and no other example saves into its directory."""
     for _ in range(2):

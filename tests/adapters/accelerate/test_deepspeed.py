@@ -51,7 +51,7 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.timeout(600)
 def test_states_are_saved_lazily_and_loaded(ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"

@@ -228,7 +228,7 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
         training.attach(loop.accelerator)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("version", [1, 2], ids=["FSDP1", "FSDP2"])
 def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: Any, tmp_path: Path) -> None:
     script = f"""

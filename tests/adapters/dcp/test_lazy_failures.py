@@ -314,7 +314,7 @@ def test_the_interpreters_end_waits_for_the_commit(tmp_path: Path) -> None:
         same(loaded(tmp_path / name, state), state)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_forked_child_waits_for_nothing(tmp_path: Path) -> None:
     source = """
         import os, sys, time, torch

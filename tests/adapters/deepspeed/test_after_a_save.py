@@ -97,11 +97,11 @@ def test_whoever_looks_sees_what_is_there_with_torch(train: Any, tmp_path: Path)
     train(1, SEEN, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_tags_that_differ_by_rank_follow_tag_validation(train: Any, tmp_path: Path) -> None:
     train(2, TAGS, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_of_two_engines_the_later_save_is_the_newest(train: Any, tmp_path: Path) -> None:
     train(2, ORDER, tmp_path)

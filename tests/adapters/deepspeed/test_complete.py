@@ -9,7 +9,7 @@ import pytest
 from short import first
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_latest_comes_last(train: Any, tmp_path: Path) -> None:
     train(
         2,

@@ -111,7 +111,7 @@ for directory, entry in ((raising, OURS), (warning, {**OURS, "on_error": "warn"}
     assert all("the checkpoint full has failed" in process.stderr for process in done)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_disk_that_is_full_for_deepspeeds_own_files(train: Any, tmp_path: Path) -> None:
     # rank 0 alone writes these; if it raised in the middle of the call, the others would wait for it
     done = train(
@@ -207,7 +207,7 @@ trained.destroy()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_model_that_rank_0_cannot_save(train: Any, tmp_path: Path) -> None:
     """With ``save_16bit_model``, the other ranks must not wait for rank 0 until they time out."""
     train(

@@ -32,7 +32,7 @@ def run(ranks: Any, script: Path | str, *arguments: object) -> Any:
     return ranks(2, script, *arguments, timeout=200, imported=IMPORTED, PYTHONPATH=str(HERE), NODE_RANK="0")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(ranks: Any, tmp_path: Path) -> None:
     script = """
 class Watch(pl.Callback):

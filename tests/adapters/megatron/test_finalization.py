@@ -109,7 +109,7 @@ loaded_as(layout, 0, directory / "0", Stock.load())
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_rank_that_is_killed(run: Any, tmp_path: Path, said: Any, persistent: bool) -> None:
     done = run(
