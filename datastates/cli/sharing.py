@@ -42,9 +42,10 @@ def shared_files(path: Location) -> Shared | None:
         CheckpointNotFoundError, FormatError, StorageError: It cannot be read.
     """
     store, found, is_told = store_of(path), {}, True
-    if not isinstance(store, Folders):
-        return None
     for file, nbytes in manifest.files_of(path, manifest.open(path)):
+        if not isinstance(store, Folders):
+            found[file.name] = SharedFile(file, nbytes, ())  # an object shares nothing but itself
+            continue
         try:
             extents, entry = store.extents(file), store.look(file)
         except StorageError as error:

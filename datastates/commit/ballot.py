@@ -105,9 +105,14 @@ class Ballot:
         refuse_short_memory(self._run.tier, nbytes)
 
     def kept(self) -> Location:
-        """The path for a kept container. Known once it is open."""
+        """The path for a new kept container. Known once it is open."""
         assert self._pending is not None
-        return self._pending.file(manifest.kept_name(self.world.rank))
+        return self._pending.kept(manifest.kept_name(self.world.rank), self.step, self._pending.attempt)
+
+    def link(self, kept: Location) -> Location | None:
+        """As :meth:`Uncommitted.link`."""
+        assert self._pending is not None
+        return self._pending.link(kept)
 
     def commit(self, vote: Vote) -> Location:
         """Vote and wait for the outcome; returns the path of the committed checkpoint.
@@ -229,10 +234,6 @@ class Ballot:
     ) -> Iterator[manifest.Manifest]:
         """Yield the manifest of the checkpoint, with its sequence number. It is committed within the block."""
         numbered = by_number(votes)
-        containers = tuple(
-            manifest.ContainerEntry(file=f.name, rank=rank, nbytes=f.nbytes, index_crc32=f.index_crc32)
-            for rank, f in numbered.values()
-        )
         with self._run.order.sequence(self._number, self._ready) as sequence:
             yield manifest.Manifest(
                 format=manifest.WITH_KEPT if len(numbered) > self.world.size else manifest.FORMAT_VERSION,
@@ -242,7 +243,7 @@ class Ballot:
                 created=manifest.now(),
                 metric=self.metric,
                 world_size=self.world.size,
-                containers=containers,
+                containers=tuple(file.entry(rank) for rank, file in numbered.values()),
                 catalog=written,
             )
 
@@ -250,11 +251,11 @@ class Ballot:
 def _write_catalog(votes: dict[int, Vote], pending: Uncommitted) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
     every = by_number(votes).values()
-    paths = [pending.path(file.name) for _, file in every]
+    paths = [file.within(pending.directory) for _, file in every]
     for (rank, file), path, found in zip(every, paths, store_of(paths[0]).lengths(paths), strict=True):
         if found != file.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {file.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
-    encoded, head_crc = made_catalog(votes, lambda file: open_container(pending.path(file.name)).index.shards)
+    encoded, head_crc = made_catalog(votes, lambda file: open_container(file.within(pending.directory)).index.shards)
     made = pending.add(catalog.FILE, encoded)
     return manifest.CatalogEntry(file=made.name, nbytes=len(encoded), head_crc32=head_crc)

@@ -28,9 +28,12 @@ def problem(path: Location, opened: manifest.Manifest | None = None, tier: Listi
         lengths = store_of(path).lengths([file for file, _ in files])
     except (DatastatesError, OSError) as error:
         return str(error)
+    named = [
+        (file.name if file.parent == path else f"{file.parent.name}/{file.name}", nbytes) for file, nbytes in files
+    ]
     wrong = [
-        f"{file.name} is missing" if found is None else f"{file.name} has {found} bytes, not {nbytes}"
-        for (file, nbytes), found in zip(files, lengths, strict=True)
+        f"{name} is missing" if found is None else f"{name} has {found} bytes, not {nbytes}"
+        for (name, nbytes), found in zip(named, lengths, strict=True)
         if found != nbytes
     ]
     return ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "") if wrong else None
@@ -54,7 +57,7 @@ def advice(tier: Listing, path: Location, how: str | None) -> Iterator[None]:
     try:
         yield
     except DatastatesError as error:
-        elsewhere = isinstance(error, StorageError) and not Location(str(error.filename)).is_relative_to(path)
+        elsewhere = isinstance(error, StorageError) and not manifest.is_of(Location(str(error.filename)), path)
         if how is not None and is_damage(error) and not elsewhere:
             _add(error, f"; {found}" if (found := older(tier, path, how)) else "")
         raise

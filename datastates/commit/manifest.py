@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from datastates.commit.names import with_attempt
+from datastates.commit.names import KEPT_FOLDER, with_attempt
 from datastates.container.file import Named
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.storage import Entry, store_of
@@ -27,7 +27,7 @@ FILE = "manifest.json"
 FORMAT_VERSION, WITH_KEPT = 2, 3
 """The formats of new manifests: of those without kept containers, and of those with. Format 1, which has no
 ``sequence``, can be read, too."""
-_MAX_NBYTES = 1 << 28
+MAX_NBYTES = 1 << 28
 FENCE = b'{"fence": "no checkpoint will be here"}\n'
 """In a store of objects, what lies in a manifest's place where a commit was given up, or a clean-up came first."""
 
@@ -57,6 +57,12 @@ class ContainerEntry(_Model):
     nbytes: _Bytes
     index_crc32: _Crc32
     """CRC-32 of its index. The index identifies the snapshot and holds the checksums of all the rest."""
+    step: Annotated[int, Field(ge=0, lt=10**18)] | None = None
+    """The step that it was made for. Kept containers have it."""
+    attempt: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")] | None = None
+    """The attempt that has made it. Kept containers have it."""
+    folder: Annotated[str, Field(pattern=r"^kept-[0-9]{8,18}\.[0-9a-f]{8}$")] | None = None
+    """The folder beside the checkpoint that it lies in; None for the checkpoint's own."""
 
 
 class CatalogEntry(_Model):
@@ -105,12 +111,19 @@ class Manifest(_Model):
             raise ValueError("not one container for each rank, each in a file of its own")
         if kept != sorted({*kept}.intersection(own)):
             raise ValueError("not one kept container for each rank that has one")
+        for i, c in enumerate(self.containers):
+            if [c.step is not None, c.attempt is not None] != [i >= self.world_size] * 2:
+                raise ValueError("a step and an attempt belong to a kept container, and to no other")
+            if c.folder is not None and i < self.world_size:
+                raise ValueError("a folder belongs to a kept container, and to no other")
         if self.catalog is None:
             return self
         attempt = attempt_in(self.catalog.file, self.attempt)
-        every = zip(self.containers, self.numbers, strict=True)
-        if any(c.file != file_name(number, self.world_size, attempt) for c, number in every):
-            raise ValueError("where there are several containers, each must be named by its rank")  # no catalog does
+        for c, number in zip(self.containers, self.numbers, strict=True):
+            if c.file != file_name(number, self.world_size, attempt):  # no catalog tells names
+                raise ValueError("where there are several containers, each must be named by its rank")
+            if number >= self.world_size and (c.folder is None) != (attempt == ""):
+                raise ValueError("a kept container has a folder in a store of objects, and nowhere else")
         return self
 
     @property
@@ -129,9 +142,9 @@ def container_name(rank: int, attempt: str = "") -> str:
     return with_attempt(f"rank-{rank:05d}.pt", attempt)
 
 
-def kept_name(rank: int, attempt: str = "") -> str:
+def kept_name(rank: int) -> str:
     """File name of a rank's kept container: that of the arrays that several checkpoints have alike."""
-    return with_attempt(f"rank-{rank:05d}.kept.pt", attempt)
+    return f"rank-{rank:05d}.kept.pt"
 
 
 def is_kept(file: str) -> bool:
@@ -141,7 +154,7 @@ def is_kept(file: str) -> bool:
 
 def file_name(number: int, ranks: int, attempt: str = "") -> str:
     """File name of a container by its number, as in :attr:`Manifest.numbers`."""
-    return container_name(number, attempt) if number < ranks else kept_name(number - ranks, attempt)
+    return container_name(number, attempt) if number < ranks else kept_name(number - ranks)
 
 
 def rank_in(file: str) -> int | None:
@@ -212,7 +225,7 @@ def look(path: Location) -> Entry | None:
     found = store_of(path).file(path / FILE)
     if found is not None and found.kind == "file" and found.nbytes <= len(FENCE):
         try:
-            return None if is_fence(store_of(path).read_all(path / FILE, _MAX_NBYTES)) else found
+            return None if is_fence(store_of(path).read_all(path / FILE, MAX_NBYTES)) else found
         except StorageError as error:  # whoever opens it is told
             return None if error.errno in ABSENT else found
     return found
@@ -229,7 +242,7 @@ def open(path: Location) -> Manifest:
     """
     file = path / FILE
     try:
-        data = store_of(file).read_all(file, _MAX_NBYTES)
+        data = store_of(file).read_all(file, MAX_NBYTES)
     except StorageError as error:
         if error.errno == errno.EFBIG:
             raise FormatError(f"{file}: too long for a manifest") from None
@@ -266,7 +279,8 @@ def named_in(path: Location, opened: Manifest) -> list[Named]:
     found = []
     for one, number in zip(opened.containers, opened.numbers, strict=True):
         identity = identity_of(number, opened.world_size, opened.step, opened.attempt)
-        found.append(Named(path / one.file, one.nbytes, one.index_crc32, identity))
+        made = {} if one.step is None else {"step": one.step, "attempt": one.attempt}
+        found.append(Named(within(path, one.file, one.folder), one.nbytes, one.index_crc32, {**identity, **made}))
     return found
 
 
@@ -283,7 +297,25 @@ def identity_of(number: int, ranks: int, step: int | None, attempt: str) -> dict
 
 def files_of(path: Location, opened: Manifest) -> list[tuple[Location, int]]:
     """The files that the manifest of the checkpoint directory ``path`` names, each with its length in bytes."""
-    return [(path / one.file, one.nbytes) for one in (*opened.containers, opened.catalog) if one is not None]
+    files = [(within(path, one.file, one.folder), one.nbytes) for one in opened.containers]
+    return files if opened.catalog is None else [*files, (path / opened.catalog.file, opened.catalog.nbytes)]
+
+
+def within(checkpoint: Location, file: str, folder: str | None) -> Location:
+    """The path of a file of a checkpoint, which lies in its directory or in a folder beside that."""
+    return (checkpoint if folder is None else checkpoint.parent / folder) / file
+
+
+def folder_of(file: Location, checkpoint: Location) -> str | None:
+    """The folder of a file beside its checkpoint; None if it lies in the checkpoint's own."""
+    return None if file.parent == checkpoint else file.parent.name
+
+
+def is_of(file: Location, path: Location) -> bool:
+    """Whether a file is one of the checkpoint directory ``path``, or may be a kept container that it names."""
+    return file.is_relative_to(path) or (
+        KEPT_FOLDER.match(file.parent.name) is not None and file.parent.parent == path.parent
+    )
 
 
 def refuse_missing(path: Location, error: StorageError) -> None:

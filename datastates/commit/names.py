@@ -19,11 +19,13 @@ from datastates.storage.location import Location
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+)|\.([0-9a-f]{8}))?\Z")
 """Matches the name of a checkpoint: its step, and its revision in a directory, or its attempt in a store of objects."""
+KEPT_FOLDER = re.compile(r"kept-[0-9]{8,18}\.[0-9a-f]{8}\Z")
+"""Matches the name of a folder of kept containers in a store of objects: the step and the attempt that made them."""
 BESIDE = re.compile(r"(step-[0-9]{8,18}\.[0-9a-f]{8})\.(ended|hold\.[0-9a-f]{16})\Z")
 """Matches what lies beside a checkpoint in a store of objects: the mark of its deletion, or a reader's hold."""
 PASSING = re.compile(r"\.(?:now|trial)-[0-9a-f]{16}\Z")
 """Matches what a process makes for a moment only, in a store of objects."""
-OF_ATTEMPT = re.compile(r"(?:rank-[0-9]{5,}(?:\.kept)?|catalog)\.[0-9a-f]{8}\.[a-z]+\Z")
+OF_ATTEMPT = re.compile(r"(?:rank-[0-9]{5,}|catalog)\.[0-9a-f]{8}\.[a-z]+\Z")
 """Matches the files of an attempt, besides its manifest, in a store of objects."""
 UNFINISHED = re.compile(r"\.(?:rank-[0-9]{5,}(?:\.kept)?\.pt|catalog\.bin|manifest\.json)\.[0-9a-f]{8}\Z")
 """Matches what a process is copying into a partial directory."""
@@ -72,6 +74,11 @@ def checked_metric(metric: Any) -> float | None:
 def step_name(step: int) -> str:
     """The name of a step's directory, without a revision."""
     return f"step-{step:08d}"
+
+
+def kept_folder(step: int, attempt: str) -> str:
+    """The name of the folder of the kept containers that an attempt makes in a store of objects."""
+    return f"kept-{step:08d}.{attempt}"
 
 
 def with_attempt(name: str, attempt: str) -> str:

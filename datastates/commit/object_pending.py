@@ -14,7 +14,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from datastates.commit import manifest, object_trial
+from datastates.commit import manifest, object_kept, object_trial
 from datastates.commit.decision import Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
 from datastates.commit.names import with_attempt
@@ -68,11 +68,8 @@ class ObjectPending(Uncommitted):
         self._is_given = mark is None
         self._is_alone = attempt is None or mark is None  # so that nobody else commits this attempt
         self._files: list[Location] = []
+        self._folders: dict[tuple[int, str], Location] = {}  # by the step and the attempt that have made them
         self._begun = self._looked or now()
-
-    @override
-    def path(self, name: str) -> Location:
-        return self.directory / name
 
     @override
     def named(self, name: str) -> Location:
@@ -82,6 +79,18 @@ class ObjectPending(Uncommitted):
     def file(self, name: str) -> Location:
         self._files.append(self.named(name))
         return self._files[-1]
+
+    @override
+    def kept(self, name: str, step: int, attempt: str) -> Location:
+        if (made := (step, attempt)) not in self._folders:
+            self._folders[made] = object_kept.folder(self.directory.parent, step, attempt)
+        self._files.append(self._folders[made] / name)
+        return self._files[-1]
+
+    @override
+    def link(self, kept: Location) -> Location:
+        object_kept.refuse_ending(kept, self.directory.parent)
+        return kept
 
     @override
     def add(self, name: str, data: bytes) -> Location:
@@ -97,6 +106,7 @@ class ObjectPending(Uncommitted):
     @override
     def begin(self) -> ObjectPending:
         self._begun = self._looked or now()
+        self._folders.clear()
         self._place.begun(self)
         return self
 
@@ -122,7 +132,8 @@ class ObjectPending(Uncommitted):
             self._place.ended(self, made)
             return self.directory
         with contextlib.suppress(FormatError):  # beside a manifest that cannot be read nothing is removed
-            self._files = [file for file in files if file.name not in _named_in(found)]
+            named = _named_in(found, self.directory)
+            self._files = [file for file in files if file not in named]
         self._is_alone = True  # the key is decided: nobody commits this attempt any more
         raise CommitError(f"{self.directory} is not committed, and never will be: {why}")
 
@@ -189,9 +200,8 @@ def _is_same(found: bytes, made: Manifest) -> bool:
     return (other.step, other.attempt, other.containers) == (made.step, made.attempt, made.containers)
 
 
-def _named_in(found: bytes) -> set[str]:
+def _named_in(found: bytes, checkpoint: Location) -> set[Location]:
     """The files that a manifest names, which must not be removed; none for a fence."""
     if manifest.is_fence(found):
         return set()
-    other = manifest.decode(found, "")
-    return {one.file for one in (*other.containers, other.catalog) if one is not None}
+    return {file for file, _ in manifest.files_of(checkpoint, manifest.decode(found, ""))}

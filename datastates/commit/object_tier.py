@@ -22,10 +22,11 @@ from typing_extensions import override
 
 from datastates._base import log
 from datastates._base.tasks import each
-from datastates.commit import manifest, object_opening, object_pending
+from datastates.commit import manifest, object_kept, object_opening, object_pending
 from datastates.commit.decision import DENIED, Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
-from datastates.commit.names import BESIDE, OF_ATTEMPT, PASSING, STEP
+from datastates.commit.names import BESIDE, KEPT_FOLDER, OF_ATTEMPT, PASSING, STEP
+from datastates.commit.object_kept import Deletions, KeptFolders
 from datastates.commit.object_opening import ObjectOpening
 from datastates.commit.object_pending import ObjectPending
 from datastates.commit.tier import Committed, Tier, Uncommitted
@@ -57,6 +58,7 @@ class ObjectTier(Tier):
         self._under_way: set[str] = set()
         self._openings: list[ObjectOpening] = []
         self._sharing = _Sharing()
+        self._kept = KeptFolders(root)
 
     # --- listing
 
@@ -249,18 +251,18 @@ class ObjectTier(Tier):
         decide(_marked(path), b"ended\n", self.patience.fence, self.patience)
         names = self.names(anew=True)
         newest = max((entry.changed for entry in names.values()), default=0)  # a time before that list, at no request
-        ended, outlived = self._deletions(names, newest)
-        for one in ended:
+        due = self._deletions(names, newest)
+        for one in due.ended:
             self._clear(one)
-        store_of(path).discard(outlived)
+        self._finish(due)
         return not self._is_held(name, names, lambda: newest)  # else a later call deletes it
 
-    def _deletions(self, names: Mapping[str, Entry], now: int) -> tuple[list[Location], list[Location]]:
+    def _deletions(self, names: Mapping[str, Entry], now: int) -> Deletions:
         """Of the deletions in a list of the place: what nobody holds any more, and other objects that must go.
 
         ``now`` is a time before the list: what is absent there behind an old mark does not come any more.
         """
-        ended, outlived = [], []
+        ended, ending, outlived = self._kept.unnamed(names, now)
         for name in sorted(names):
             match, age = BESIDE.match(name), now - names[name].changed
             if PASSING.match(name):
@@ -271,10 +273,17 @@ class ObjectTier(Tier):
                 outlived += [self.root / name] if age > KEPT else []
             elif match is not None and not self._is_held(match[1], names, lambda: now):
                 ended.append(self.root / match[1])
-        return ended, outlived
+        return Deletions(ended, ending, outlived)
+
+    def _finish(self, due: Deletions) -> None:
+        store_of(self.root).discard(due.outlived)
+        for one in due.ending:
+            object_kept.end(one, self.patience)
 
     def _clear(self, path: Location) -> None:
-        """Remove all objects of a checkpoint that is marked, or of an attempt that is fenced; the manifest last."""
+        """Remove all objects behind a mark, or of an attempt that is fenced; the manifest last."""
+        if KEPT_FOLDER.match(path.name):
+            object_kept.end_again(path)
         files = {path / name for name in store_of(path).entries(path, deep=True)}
         key = path / manifest.FILE
         store_of(path).discard(sorted(files - {key}))
@@ -283,39 +292,41 @@ class ObjectTier(Tier):
     @override
     def debris(self, targets: re.Pattern[str] = STEP) -> list[Location]:
         del targets
-        left, outlived = self._left(time.time_ns())  # nothing rides on this machine's clock here
-        return sorted([*left, *outlived])
+        left, due = self._left(time.time_ns())  # nothing rides on this machine's clock here
+        return sorted([*left, *due.outlived])
 
     @override
     def sweep(self, targets: re.Pattern[str] = STEP) -> None:
         del targets
-        left, outlived = self._left(self._now())
+        left, due = self._left(self._now())
         for path, remove in left.items():
-            log.warning("removing the debris of an interrupted run: %s", path)
+            is_debris = not KEPT_FOLDER.match(path.name)
+            what = "the debris of an interrupted run" if is_debris else "what no checkpoint names any more"
+            log.warning("removing %s: %s", what, path)
             try:
                 remove()
             except StorageError as error:
                 if error.errno not in DENIED:
                     raise
                 log.warning("it is another user's, and is left: %s", error)
-        store_of(self.root).discard(outlived)
+        self._finish(due)
 
-    def _left(self, now: int) -> tuple[dict[Location, Callable[[], None]], list[Location]]:
-        """What nobody needs any more, each with the call that removes it; and the marks and holds that must go.
+    def _left(self, now: int) -> tuple[dict[Location, Callable[[], None]], Deletions]:
+        """What nobody needs any more, each with the call that removes it, and the rest of what is to be deleted.
 
         ``now`` is a time before this call.
         """
         with self.listed_once():
             committed = {one.path for one in self.checkpoints(known=True)}
             names = self.names()
-        ended, outlived = self._deletions(names, now)
-        left: dict[Location, Callable[[], None]] = {path: partial(self._clear, path) for path in ended}
+        due = self._deletions(names, now)
+        left: dict[Location, Callable[[], None]] = {path: partial(self._clear, path) for path in due.ended}
         for name in sorted(names):
             path = self.root / name
             if _attempt(name) and names[name].kind == "folder" and _mark(name) not in names and path not in committed:
                 remove = self._dead(path, now)
                 left |= {} if remove is None else {path: remove}
-        return left, outlived
+        return left, due
 
     def _dead(self, path: Location, now: int) -> Callable[[], None] | None:
         """The call that removes what an attempt has left; None if it may be alive, or needs nothing."""

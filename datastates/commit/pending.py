@@ -55,10 +55,6 @@ class Pending(Uncommitted):
         self._lock: Lock | None = None  # shows other processes that the writer lives
 
     @override
-    def path(self, name: str) -> Location:
-        return self.directory / name
-
-    @override
     def named(self, name: str) -> Location:
         return self.path(name)
 
@@ -66,6 +62,11 @@ class Pending(Uncommitted):
     def file(self, name: str) -> Location:
         self.files.append(self.path(name))
         return self.files[-1]
+
+    @override
+    def link(self, kept: Location) -> Location | None:
+        path = self.file(kept.name)
+        return path if folders_of(path).link(kept, path) else None
 
     @override
     def add(self, name: str, data: bytes) -> Location:

@@ -53,10 +53,12 @@ class Uncommitted(ABC):
     Attributes:
         target: The path that the checkpoint gets, unless it becomes a revision of what is there.
         attempt: The name of the attempt: the same on all ranks, and in no other checkpoint.
+        directory: Begins the paths of its files.
     """
 
     target: Location
     attempt: str
+    directory: Location
 
     @abstractmethod
     def begin(self) -> Uncommitted:
@@ -66,9 +68,9 @@ class Uncommitted(ABC):
             StorageError: The place could not be made. Abandon this, as after every exception.
         """
 
-    @abstractmethod
     def path(self, name: str) -> Location:
         """The path of a file of any rank."""
+        return self.directory / name
 
     @abstractmethod
     def named(self, name: str) -> Location:
@@ -77,6 +79,22 @@ class Uncommitted(ABC):
     @abstractmethod
     def file(self, name: str) -> Location:
         """As :meth:`named`, for a new file of this process."""
+
+    def kept(self, name: str, step: int, attempt: str) -> Location:
+        """As :meth:`file`, for a kept container that was made by an attempt of a step.
+
+        In a store of objects it lies where other checkpoints can name it, too, and may be there already. Raises
+        StorageError.
+        """
+        del step, attempt
+        return self.file(name)
+
+    @abstractmethod
+    def link(self, kept: Location) -> Location | None:
+        """Make an earlier checkpoint's kept container one of this checkpoint, without copying it; returns its path.
+
+        None where that is not offered. Raises StorageError where this one cannot be.
+        """
 
     @abstractmethod
     def add(self, name: str, data: bytes) -> Location:

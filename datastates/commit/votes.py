@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,12 @@ from datastates.commit.claims import (
     is_complete,
     joined,
 )
+from datastates.commit.manifest import ContainerEntry, within
 from datastates.commit.replicas import ReplicaDigests, refuse_difference
 from datastates.container.table import ShardTable
 from datastates.errors import CommitError, rank_names
 from datastates.ranks.board_world import DONE, FAILED
+from datastates.storage.location import Location
 
 SKIPPED = b"s"
 """The first byte of an answer that some ranks took no part."""
@@ -37,23 +39,33 @@ class File:
         nbytes: Its length, in bytes.
         index_crc32: CRC-32 of its index.
         claims: The arrays and objects in it; None if it is the only one of the checkpoint.
+        kept: What the manifest says besides of a kept container: step, attempt and folder. Empty for others.
     """
 
     name: str
     nbytes: int
     index_crc32: int
     claims: Claims | None
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
         """The file as fields for msgpack."""
         claims = None if self.claims is None else encode_claims(self.claims)
-        return [self.name, self.nbytes, self.index_crc32, claims]
+        return [self.name, self.nbytes, self.index_crc32, claims, self.kept]
 
     @classmethod
     def decode(cls, fields: list[Any]) -> File:
         """The inverse of :meth:`encode`."""
-        name, nbytes, index_crc32, claims = fields
-        return cls(name, nbytes, index_crc32, None if claims is None else decode_claims(claims))
+        name, nbytes, index_crc32, claims, kept = fields
+        return cls(name, nbytes, index_crc32, None if claims is None else decode_claims(claims), kept)
+
+    def entry(self, rank: int) -> ContainerEntry:
+        """What the manifest says of it, as a file of a rank."""
+        return ContainerEntry(file=self.name, rank=rank, nbytes=self.nbytes, index_crc32=self.index_crc32, **self.kept)
+
+    def within(self, checkpoint: Location) -> Location:
+        """Its path, given that of the checkpoint, or of what is to be one."""
+        return within(checkpoint, self.name, self.kept.get("folder"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,11 @@ container that is damaged at its source does not arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datastates.commit import catalog, health, manifest
 from datastates.commit.carry import compared, index_crc
-from datastates.commit.manifest import Manifest, file_name, named_in
+from datastates.commit.manifest import ContainerEntry, Manifest, container_name, kept_name, named_in
 from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
 from datastates.container.file import Named
@@ -75,8 +75,8 @@ def _may_be(error: BaseException) -> bool:
 
 
 def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Location | None:
-    names = [file_name(number, made.world_size) for number in made.numbers]
-    every = [(one, found.named(name)) for one, name in zip(named_in(path, made), names, strict=True)]
+    files = [_file_of(one, found) for one in made.containers]
+    every = [*zip(named_in(path, made), files, strict=True)]
     own = [(one, file) for one, file in every if part.ranks is None or one.identity["rank"] in part.ranks]
     for (one, file), is_there in zip(own, _are_there(own), strict=True):
         if not (is_there and index_crc(file, one.nbytes) == one.index_crc):
@@ -88,7 +88,9 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
             if (one, file) in own:
                 raise StorageError(0, "write", str(file), f"write {file}: it does not have the {one.nbytes} bytes sent")
             return None
-    containers = [e.model_copy(update={"file": f.name}) for e, (_, f) in zip(made.containers, every, strict=True)]
+    containers = [
+        one.model_copy(update=_names_of(file, found)) for one, file in zip(made.containers, files, strict=True)
+    ]
     entry = made.catalog
     if entry is not None:
         data = store_of(path).read_all(path / entry.file, entry.nbytes)
@@ -97,6 +99,18 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
     numbered = {"format": max(made.format, manifest.FORMAT_VERSION), "sequence": made.sequence or 1}
     changes = {**numbered, "containers": tuple(containers), "catalog": entry}
     return found.commit(made.model_copy(update=changes), part.ready)
+
+
+def _file_of(one: ContainerEntry, found: Uncommitted) -> Location:
+    """The path that a container gets."""
+    if one.step is None or one.attempt is None:
+        return found.named(container_name(one.rank))
+    return found.kept(kept_name(one.rank), one.step, one.attempt)
+
+
+def _names_of(file: Location, found: Uncommitted) -> dict[str, Any]:
+    """What the manifest says of the path that a container has got."""
+    return {"file": file.name, "folder": manifest.folder_of(file, found.directory)}
 
 
 def _are_there(files: list[tuple[Named, Location]]) -> list[bool]:
@@ -109,7 +123,7 @@ def _are_there(files: list[tuple[Named, Location]]) -> list[bool]:
 
 def is_damage_of(path: Location, error: BaseException) -> bool:
     """Whether an error of :func:`bring` means that the checkpoint at ``path`` is damaged, not that its target fails."""
-    is_elsewhere = isinstance(error, StorageError) and not Location(str(error.filename)).is_relative_to(path)
+    is_elsewhere = isinstance(error, StorageError) and not manifest.is_of(Location(str(error.filename)), path)
     return health.is_damage(error) and not is_elsewhere
 
 

@@ -56,7 +56,7 @@ class StateFile:
                 "checkpoint by engine.load_checkpoint() on as many ranks as saved it, or convert it by "
                 "python -m deepspeed.checkpoint.ds_to_universal"
             ) from error
-        head = Head(path, 0, "", 1, 1, None, None)
+        head = Head(path, 0, "", 1, 1, {}, None, None)
         provider = self.container.index.shards.providers[0]
         self._saved = SavedState(Stored(head), self.container, provider, RestoreRequest(trust="all"))
 
@@ -243,7 +243,7 @@ class ZeroFiles(Stored):
             sections: Its part for each provider.
         """
         count = ranks * len(sections)
-        super().__init__(Head(path, 0, "", count, count, None, None))
+        super().__init__(Head(path, 0, "", count, count, {}, None, None))
         self._ranks, self._sections = ranks, sections
 
     def open_containers(self, ranks: Collection[int], *, needed: bool = False) -> None:

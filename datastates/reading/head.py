@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from datastates._base.packing import pack, unpack
 from datastates.commit.catalog import Catalog
-from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, attempt_in, file_name, identity_of
+from datastates.commit.manifest import (
+    CatalogEntry,
+    ContainerEntry,
+    Manifest,
+    attempt_in,
+    file_name,
+    identity_of,
+    within,
+)
 from datastates.container.file import Named
 from datastates.errors import FormatError
 from datastates.storage import store_of
@@ -24,6 +33,7 @@ class Head:
         attempt: The random name that all containers of the checkpoint share, but kept ones.
         ranks: The number of ranks that wrote the checkpoint.
         containers: The number of containers: that of the ranks, or twice that if some have a kept container.
+        folders: The folders beside the checkpoint that some containers lie in, by the containers' numbers.
         catalog: The manifest's entry of the catalog; None if there is one container.
         container: The manifest's entry of the only container; None if there are several, or for a single file.
     """
@@ -33,6 +43,7 @@ class Head:
     attempt: str
     ranks: int
     containers: int
+    folders: Mapping[int, str]
     catalog: CatalogEntry | None
     container: ContainerEntry | None
 
@@ -42,7 +53,9 @@ class Head:
         ranks, several = opened.world_size, len(opened.containers)
         only = opened.containers[0] if several == 1 else None
         containers = 2 * ranks if several > ranks else ranks
-        return cls(path, opened.step, opened.attempt, ranks, containers, opened.catalog, only)
+        every = zip(opened.numbers, opened.containers, strict=True)
+        folders = {number: one.folder for number, one in every if one.folder is not None}
+        return cls(path, opened.step, opened.attempt, ranks, containers, folders, opened.catalog, only)
 
     @property
     def is_file(self) -> bool:
@@ -51,7 +64,8 @@ class Head:
 
     def named(self, number: int, file: str, nbytes: int, index_crc: int) -> Named:
         """A container, from its facts in the manifest or the catalog."""
-        return Named(self.path / file, nbytes, index_crc, identity_of(number, self.ranks, self.step, self.attempt))
+        path = within(self.path, file, self.folders.get(number))
+        return Named(path, nbytes, index_crc, identity_of(number, self.ranks, self.step, self.attempt))
 
     def file_name(self, number: int) -> str:
         """The name of a container, where there are several."""
@@ -79,7 +93,8 @@ class Head:
     def encode(self) -> bytes:
         """Encode the head as bytes, to send it to other ranks."""
         catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
-        return pack({**asdict(self), "path": self.path.encode(), "catalog": catalog, "container": container})
+        fields = {**asdict(self), "path": self.path.encode(), "folders": _runs(self.folders)}
+        return pack({**fields, "catalog": catalog, "container": container})
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
@@ -88,4 +103,17 @@ class Head:
         catalog, container = fields["catalog"], fields["container"]
         fields["catalog"] = catalog and CatalogEntry(**catalog)
         fields["container"] = container and ContainerEntry(**container)
-        return cls(**{**fields, "path": Location.decode(fields["path"])})
+        folders = {first + i: folder for first, count, folder in fields["folders"] for i in range(count)}
+        return cls(**{**fields, "path": Location.decode(fields["path"]), "folders": folders})
+
+
+def _runs(folders: Mapping[int, str]) -> list[tuple[int, int, str]]:
+    """Runs of containers in one folder: the first number, how many, the folder. Mostly there is one run."""
+    found: list[tuple[int, int, str]] = []
+    for number, folder in sorted(folders.items()):
+        first, count, last = found[-1] if found else (-1, 0, "")
+        if (first + count, last) == (number, folder):
+            found[-1] = first, count + 1, folder
+        else:
+            found.append((number, 1, folder))
+    return found

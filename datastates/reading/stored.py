@@ -79,7 +79,7 @@ class Stored:
         one = open_container(path)
         identity: dict[str, Any] = one.index.identity
         step = identity["step"] if manifest.has_step(path, identity) else None
-        stored = cls(Head(path, step, identity["attempt"], 1, 1, None, None))
+        stored = cls(Head(path, step, identity["attempt"], 1, 1, {}, None, None))
         stored._opened[0] = one
         return stored
 
@@ -119,7 +119,8 @@ class Stored:
 
     def is_elsewhere(self, path: Location) -> bool:
         """Whether a damaged file can be taken from another place, where it was not tried yet."""
-        return self.has_copies and path not in self._without and path.parent in [head.path for head in self._heads]
+        is_known = any(manifest.is_of(path, head.path) for head in self._heads)
+        return self.has_copies and path not in self._without and is_known
 
     @property
     def holding(self) -> Holders:

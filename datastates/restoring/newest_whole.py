@@ -271,7 +271,7 @@ def _needed(error: Exception | None, stored: Stored) -> list[int]:
     if isinstance(error, ElsewhereError):
         return error.ranks
     file = _file_of(error) if error is not None and _vote(error) == _DAMAGED else None
-    rank = None if file is None or file.parent != stored.path else manifest.rank_in(file.name)
+    rank = None if file is None or not manifest.is_of(file, stored.path) else manifest.rank_in(file.name)
     return [] if rank is None else [rank]
 
 

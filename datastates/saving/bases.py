@@ -109,13 +109,10 @@ class Bases:
     def next(self, file: Location) -> tuple[Newest | None, str]:
         """What the next save, into a new file, is compared with; without it, why it is written in full."""
         if not (self.refused or self._tried):
-            if isinstance(store_of(file), Folders):
-                try:
-                    self.links = not trial.shares_ranges(file.parent)
-                except StorageError as error:  # the next save tries again
-                    return None, said(error)
-            else:
-                self._refuse(f"files do not share bytes in {file.parent.parent}")
+            try:
+                self.links = not (isinstance(store_of(file), Folders) and trial.shares_ranges(file.parent))
+            except StorageError as error:  # the next save tries again
+                return None, said(error)
             self._tried = True
         if self.refused:
             return None, self.refused

@@ -196,7 +196,7 @@ class IncrementalRunning(Running):
             return
         self._rest, self.planned = rest, SavePlan(None, (), rest.frame, rest.prepared)
         hashes = half.hashes(hashed.of_buffer)
-        self._kept = KeptContainer(half, self.ending.kept(), hashes)
+        self._kept = KeptContainer(half, self.ending, hashes)
         if newest is None or newest.kept is None or not half.is_in(newest.kept.index, hashes):
             self._why_in_full = self._why_in_full or "other arrays are unchanged than before"
         elif self.bases.is_full:

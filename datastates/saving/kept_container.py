@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import U8
+from datastates.commit import manifest
+from datastates.commit.ballot import Ballot
 from datastates.commit.claims import whole_claims
 from datastates.commit.ending import Identity
 from datastates.commit.votes import File
@@ -18,22 +20,24 @@ from datastates.executor.executor import Columns, Executor
 from datastates.executor.jobs import NOTHING, Recorded, WriteJob, recorded
 from datastates.saving.bases import Base
 from datastates.saving.halves import Half
-from datastates.storage import folders_of
+from datastates.storage import store_of
 from datastates.storage.location import Location
 
 
 class KeptContainer:
     """The kept container of one snapshot. Not thread-safe, but for the waits."""
 
-    def __init__(self, half: Half, path: Location, hashes: U8) -> None:
+    def __init__(self, half: Half, ending: Ballot, hashes: U8) -> None:
         """Plan it; nothing is made yet.
 
         Args:
             half: Its plan.
-            path: Where it will be.
+            ending: The commit of its checkpoint.
             hashes: The hash of each of its chunks, in the order of its file.
         """
-        self._half, self._path, self._hashes = half, path, hashes
+        self._half, self._ending, self._hashes = half, ending, hashes
+        self._path: Location | None = None
+        self._folder: str | None = None
         self._job: WriteJob | None = None
         self._made: Base | None = None
 
@@ -52,13 +56,14 @@ class KeptContainer:
 
         Raises StorageError where this file cannot be linked, or is another one by now. Then there is no file.
         """
-        if not folders_of(self._path).link(base.path, self._path):
+        if (path := self._ending.link(base.path)) is None:
             return False
-        made = replace(base, path=self._path)
+        made = replace(base, path=path)
         if not made.is_there():
-            folders_of(self._path).discard([self._path])
-            if base.is_there():  # gocryptfs tells another length for a while
-                return False
+            if path != base.path:
+                store_of(path).discard([path])
+                if base.is_there():  # gocryptfs tells another length for a while
+                    return False
             raise StorageError(errno.ENOENT, "link", str(base.path), f"{base.path} is another file by now")
         self._made = made
         return True
@@ -67,6 +72,7 @@ class KeptContainer:
         """Begin to capture and write it. ``whole`` is the memory of all buffers of the state."""
         columns = self._half.columns(whole)
         unwatched = np.zeros(len(self._half.source), np.uint8)  # they are hashed again
+        self._path = self._ending.kept()
         self._job = executor.submit_write(self._path, self._half.prepared, columns, unwatched)
 
     def wait_captured(self) -> None:
@@ -87,17 +93,21 @@ class KeptContainer:
             tail = encode_tail(self._job, identity, as_hashes(self._hashes, len(frame.table)))
             self._job.finish(tail.data)
             assert tail.index is not None
+            assert self._path is not None
             self._made = Base(self._path, frame.plan.end + len(tail.data), tail.index, tail.index_crc32)
         made = self._made
         assert made is not None
         assert self._half.frame.claims is not None
         claims = whole_claims(self._half.frame.claims, made.index)
-        return File(self._path.name, made.nbytes, made.index_crc, claims)
+        kept: dict[str, Any] = {name: made.index.identity[name] for name in ("step", "attempt")}
+        kept["folder"] = self._folder = manifest.folder_of(made.path, self._ending.path.parent)
+        return File(made.path.name, made.nbytes, made.index_crc, claims, kept)
 
     def base(self, checkpoint: Location) -> Base:
         """What the next save may link, once the checkpoint is committed."""
-        assert self._made is not None
-        return replace(self._made, path=checkpoint / self._path.name)
+        made = self._made
+        assert made is not None
+        return replace(made, path=manifest.within(checkpoint, made.path.name, self._folder))
 
     def figures(self) -> dict[str, Any]:
         """The statistics of the job that writes it; none if nothing is written."""

@@ -13,20 +13,20 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from interleavings import DAY, Interleavings, Script, State
 from short import first
 
-from datastates.commit import decision, manifest, object_pending, object_tier
+from datastates.commit import manifest, object_pending, object_tier
 from datastates.commit.decision import Patience, decide
 from datastates.commit.manifest import FENCE, ContainerEntry, Manifest, container_name
 from datastates.commit.object_pending import ObjectPending
 from datastates.commit.object_tier import ObjectTier
 from datastates.errors import CheckpointNotFoundError, CommitError, StorageError, UncertainError
-from datastates.storage import Location, register, store_of, stores
+from datastates.storage import Location, store_of
 
 ROOT = Location("mem://bucket/run")
 ATTEMPT = "9f86d081"
@@ -43,19 +43,6 @@ def made(sequence: int) -> Manifest:
     container = ContainerEntry(file=container_name(0, ATTEMPT), rank=0, nbytes=5, index_crc32=0)
     fields = {"format": 2, "step": 1, "sequence": sequence, "attempt": ATTEMPT, "created": "", "world_size": 1}
     return Manifest(**fields, containers=(container,))
-
-
-class Clock:
-    """The clock of a process, which only sleeps."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds
 
 
 class Actors:
@@ -115,28 +102,6 @@ class Actors:
                     self.store.say("lost")
         except CheckpointNotFoundError:
             pass
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    store = Script()
-    start, clock = store.start, SimpleNamespace()
-
-    def begin(answers: list[object]) -> None:
-        start(answers)
-        clock.monotonic, clock.sleep = (one := Clock()).monotonic, one.sleep
-
-    monkeypatch.setattr(store, "start", begin)
-    monkeypatch.setattr(stores, "KINDS", dict(stores.KINDS))
-    register("mem", store)
-    monkeypatch.setattr(decision, "time", clock)
-    monkeypatch.setattr(object_pending, "now", store.clock)
-    monkeypatch.setattr(object_tier, "_facts", object_tier._facts.__wrapped__)
-    monkeypatch.setattr(object_tier, "each", lambda call, of, most: [call(one) for one in of])
-    monkeypatch.setattr(object_tier, "log", SimpleNamespace(warning=lambda *words: None))
-    monkeypatch.setattr(ObjectTier, "_now", lambda tier: store.now(ROOT))
-    monkeypatch.setattr(object_tier.secrets, "token_hex", lambda nbytes: "0" * 2 * nbytes)
-    return store
 
 
 LACKS, LOST, BACK, GONE = (

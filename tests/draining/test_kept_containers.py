@@ -1,4 +1,4 @@
-"""Checkpoints with kept containers in further tiers: there all is written, and the nearest whole file is read."""
+"""Checkpoints with kept containers in further tiers: each is sent once, and the nearest whole file is read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from far_store import FarStore
-from whole_saves import a_state, assert_equal, copy_of, save
+from whole_saves import a_state, as_two_ranks, assert_equal, copy_of, save
 
 import datastates as ds
 from datastates.cli import commands
+from datastates.commit import manifest
 from datastates.commit.tiers import tier_of
+from datastates.config import Options
 from datastates.formats import own
 from datastates.providers import from_state_dict
 from datastates.storage import Location
@@ -69,12 +71,76 @@ def test_it_is_fetched(first: Path, tmp_path: Path, store: FarStore) -> None:
     assert {file.name for file in found.glob("rank-*")} == {"rank-00000.pt", "rank-00000.kept.pt"}
 
 
-def test_a_bucket_shares_nothing_and_says_so(store: FarStore, caplog: pytest.LogCaptureFixture) -> None:
-    state = a_state()
-    with ds.Checkpointer(FAR, incremental=True) as checkpointer:
-        for step in range(3):
-            save(checkpointer, state, step)
-    assert [r.getMessage() for r in caplog.records if "incremental" in r.getMessage()] == [
-        f"incremental: each checkpoint is written in full, as files do not share bytes in {FAR}"
-    ]
-    assert_equal(ds.load(FAR)["state"], state)
+def test_a_bucket_is_sent_it_once(first: Path, store: FarStore) -> None:
+    saved(first, [FAR])
+    uploads = [name for request, name in store.asked if request == "upload"]
+    assert len(uploads) == 4  # three of the rank's own containers
+    assert uploads.count("rank-00000.kept.pt") == 1
+
+
+def test_one_that_is_about_to_go_is_sent_again(first: Path, store: FarStore) -> None:
+    expected = saved(first, [FAR])
+    (folder,) = (name for name in store.names(Location.of(FAR)) if name.startswith("kept-"))
+    store.create(Location.of(FAR) / f"{folder}.ended", b"ended\n")
+    state = copy_of(expected[2])
+    with ds.Checkpointer(first, tiers=FAR, incremental=True) as checkpointer:
+        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+        checkpointer.restore([from_state_dict("state", live)])
+        state["small.0"] += 1
+        save(checkpointer, state, 3)
+        checkpointer.wait_drained()
+    assert [name for request, name in store.asked if request == "upload"].count("rank-00000.kept.pt") == 2
+    (newest,) = (one.path for one in tier_of(Location.of(FAR)).checkpoints() if one.step == 3)
+    assert_equal(ds.load(newest.face)["state"], state)
+    named = {one.folder for one in manifest.open(newest).containers}
+    assert len(named) == 2
+    assert folder not in named
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short", "changed"])
+def test_a_bucket_that_has_lost_it_is_told(damage: str, first: Path, tmp_path: Path, store: FarStore) -> None:
+    expected = saved(first, [FAR])
+    (path,) = (one.path for one in tier_of(Location.of(FAR)).checkpoints() if one.step == 2)
+    kept, _ = manifest.files_of(path, manifest.open(path))[1]
+    data = bytearray(store.read_all(kept))
+    store.discard([kept])
+    if damage != "gone":
+        data[len(data) // 2] ^= 1
+        store.create(kept, bytes(data[: -1 if damage == "cut short" else None]))
+    with pytest.raises(ds.errors.DatastatesError, match=r"rank-00000\.kept\.pt"):
+        ds.load(path.face)
+    assert len(list(own.open(path).verify(lambda nbytes: None))) > 0
+    live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in expected[2].items()}
+    with ds.Checkpointer(tmp_path / "empty", tiers=[FAR, first]) as checkpointer:
+        restored = checkpointer.restore([from_state_dict("state", live)])
+    assert restored is not None
+    assert restored.step == 2
+    assert_equal(live, expected[2])
+
+
+def test_each_of_two_ranks_sends_its_own(first: Path, store: FarStore) -> None:
+    """One of them makes another one later: a checkpoint names containers of two steps."""
+    whole = torch.randn(2, 200_000)
+
+    def rank(number: int) -> None:
+        options: Options = {"rank": number, "world_size": 2, "incremental": True, "tiers": FAR}
+        state = {"frozen": whole[number].clone(), "moves": torch.zeros(30_000)}
+        with ds.Checkpointer(first, **options) as checkpointer:
+            for step in range(6):
+                state["moves"][:] = step
+                if (number, step) == (1, 3):
+                    state["frozen"] += 1
+                checkpointer.snapshot([from_state_dict(f"state{number}", state)], step=step).wait_committed()
+                checkpointer.wait_drained(60)
+
+    as_two_ranks(rank)
+    uploads = [name for request, name in store.asked if request == "upload"]
+    assert [uploads.count(f"rank-0000{number}.kept.pt") for number in range(2)] == [1, 2]
+    (newest,) = (one.path for one in tier_of(Location.of(FAR)).checkpoints() if one.step == 5)
+    assert len({one.folder for one in manifest.open(newest).containers[2:]}) == 2
+    live = {f"state{n}": {"frozen": torch.zeros(200_000), "moves": torch.zeros(30_000)} for n in range(2)}
+    with ds.Checkpointer(FAR) as checkpointer:  # one rank restores what two have saved
+        checkpointer.restore([from_state_dict(name, one) for name, one in live.items()])
+    assert torch.equal(live["state0"]["frozen"], whole[0])
+    assert torch.equal(live["state1"]["frozen"], whole[1] + 1)
+    assert (live["state1"]["moves"] == 5).all()

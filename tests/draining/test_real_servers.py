@@ -127,6 +127,22 @@ def test_every_byte_comes_to_a_bucket_and_back(
     assert not any(".hold." in name for name in store_of(bucket).entries(Location(run), deep=True))
 
 
+def test_what_does_not_change_is_sent_once(
+    bucket: Location, tmp_path: Path, linking: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for first, tiers in ((f"{bucket}/run", []), (tmp_path / "first", [f"{bucket}/further"])):
+        state, place = of_each_type(1), (tiers or [first])[0]
+        with ds.Checkpointer(first, tiers=tiers, incremental=True) as checkpointer:
+            for step in range(4):
+                state["b"] += 1
+                checkpointer.snapshot([from_state_dict("model", state)], step=step).wait_committed()
+            checkpointer.wait_drained(50)
+        there = store_of(bucket).entries(Location(place), deep=True)
+        assert [name.rpartition("/")[2] for name in there].count("rank-00000.kept.pt") == 1
+        assert equal(ds.load(place)["model"], state)
+        assert command.run(capsys, "verify", place)[0] == 0
+
+
 def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
     places = [tmp_path / "first", f"{bucket}/run", tmp_path / "third"]
     with ds.Checkpointer(places[0], tiers=places[1:], keep_last=1) as checkpointer:

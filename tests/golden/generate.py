@@ -253,11 +253,17 @@ def build_kept() -> dict[str, bytes]:
     """The files of a checkpoint of one rank with a kept container of an earlier step, by name."""
     earlier = {**IDENTITY, "step": 60, "attempt": "0a1b2c3d"}
     made = (_of_rank(IDENTITY, HALVES[0]), _of_rank(earlier, HALVES[1], objects=False))
-    return _several(made, ranks=1, number=3, sequence=7)
+    kept = {name: earlier[name] for name in ("step", "attempt")}
+    return _several(made, ranks=1, number=3, sequence=7, kept=kept)
 
 
 def _several(
-    made: Iterable[tuple[bytes, Index, int]], *, ranks: int, number: int, sequence: int | None = None
+    made: Iterable[tuple[bytes, Index, int]],
+    *,
+    ranks: int,
+    number: int,
+    sequence: int | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     claims, nbytes, crcs = [], [], []
@@ -276,7 +282,13 @@ def _several(
         created="2026-01-31T12:00:00+00:00",
         world_size=ranks,
         containers=tuple(
-            manifest.ContainerEntry(file=manifest.file_name(i, ranks), rank=i % ranks, nbytes=n, index_crc32=c)
+            manifest.ContainerEntry(
+                file=manifest.file_name(i, ranks),
+                rank=i % ranks,
+                nbytes=n,
+                index_crc32=c,
+                **((kept or {}) if i >= ranks else {}),
+            )
             for i, (n, c) in enumerate(zip(nbytes, crcs, strict=True))
         ),
         catalog=manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc),

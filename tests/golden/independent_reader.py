@@ -64,6 +64,9 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         assert type(fields["metric"]) is float
         assert math.isfinite(fields["metric"])
     ranks = [c["rank"] for c in fields["containers"]]
+    for c in fields["containers"][fields["world_size"] :]:
+        assert list(c)[:6] == ["file", "rank", "nbytes", "index_crc32", "step", "attempt"]
+        assert list(c)[6:] in ([], ["folder"])
     own, kept = ranks[: fields["world_size"]], ranks[fields["world_size"] :]
     assert list(fields) == names + (["catalog"] if len(ranks) > 1 else [])
     assert fields["format"] in ((3,) if kept else (1, 2))

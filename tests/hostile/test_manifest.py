@@ -90,7 +90,8 @@ def test_a_sequence_in_a_manifest_of_format_1_is_refused(refused: Any) -> None:
 
 
 CATALOG = {"file": "catalog.bin", "nbytes": 100, "head_crc32": 7}
-KEPT = {**ENTRY, "file": "rank-00000.kept.pt"}
+KEPT = {**ENTRY, "file": "rank-00000.kept.pt", "step": 60, "attempt": "0a1b2c3d"}
+FOLDER = "kept-00000060.0a1b2c3d"
 
 
 def with_kept(*kept: dict[str, Any], number: int = 3) -> bytes:
@@ -99,8 +100,17 @@ def with_kept(*kept: dict[str, Any], number: int = 3) -> bytes:
     return signed({**fields, "format": number, "containers": [ENTRY, *kept], "catalog": CATALOG})
 
 
+def in_a_store(kept: dict[str, Any], own: dict[str, Any] | None = None) -> bytes:
+    fields = json.loads(with_kept(kept))
+    del fields["crc32"]
+    attempt = fields["attempt"]
+    fields["containers"][0] |= {"file": f"rank-00000.{attempt}.pt", **(own or {})}
+    return signed({**fields, "catalog": {**CATALOG, "file": f"catalog.{attempt}.bin"}})
+
+
 def test_a_kept_container_is_accepted(attack: Any) -> None:
     assert attack("manifest", data=with_kept(KEPT)).error is None
+    assert attack("manifest", data=in_a_store({**KEPT, "folder": FOLDER})).error is None
 
 
 @pytest.mark.parametrize(
@@ -114,9 +124,35 @@ def test_a_kept_container_is_accepted(attack: Any) -> None:
         with_kept({**KEPT, "file": "rank-00000.pt"}),
         with_kept({**KEPT, "file": "rank-00000.kept.0a1b2c3d.pt"}),
         with_kept({**KEPT, "file": "kept.pt"}),
+        with_kept({name: value for name, value in KEPT.items() if name != "step"}),
+        with_kept({name: value for name, value in KEPT.items() if name != "attempt"}),
+        with_kept({**KEPT, "attempt": "../other"}),
+        with_kept({**KEPT, "step": 10**18}),
+        with_kept({**KEPT, "folder": FOLDER}),
+        in_a_store(KEPT),
+        in_a_store({**KEPT, "folder": "."}),
+        in_a_store({**KEPT, "folder": f"../{FOLDER}"}),
+        in_a_store({**KEPT, "folder": f"{FOLDER}/.."}),
+        in_a_store({**KEPT, "folder": f"{FOLDER}\n"}),
+        in_a_store({**KEPT, "folder": FOLDER}, own={"folder": FOLDER}),
+        in_a_store({**KEPT, "folder": FOLDER}, own={"step": 60, "attempt": "0a1b2c3d"}),
+        with_entry(folder=FOLDER),
+        with_entry(step=60, attempt="0a1b2c3d"),
         signed({**FIELDS, "containers": [ENTRY, KEPT], "catalog": CATALOG}),
     ],
-    ids=["format 2", "none", "twice", "of no rank", "of another rank", "its name", "an attempt", "a name", "format 1"],
+    ids=[
+        *["format 2", "none", "twice", "of no rank", "of another rank", "its name", "an attempt", "a name"],
+        *["no step", "no attempt", "no attempt's name", "a long step", "a folder", "no folder", "this folder"],
+        *[
+            "a folder above",
+            "a folder above by another",
+            "a line",
+            "another's folder",
+            "another's step",
+            "a folder alone",
+        ],
+        *["a step alone", "format 1"],
+    ],
 )
 def test_a_kept_container_that_does_not_belong_there_is_refused(refused: Any, data: bytes) -> None:
     refused("manifest", data=data)

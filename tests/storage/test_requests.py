@@ -102,7 +102,7 @@ LISTED = {"get": 2, "head": 2}
         (restore, [FOUND, OPENED, {"get_range": EXTENTS}]),
         (open_and_take_one, [FOUND, OPENED, {"get_range": 1}]),
         (command("ls", ROOT), [FOUND, LISTED]),
-        (command("inspect", ROOT), [FOUND, OPENED]),
+        (command("inspect", ROOT), [FOUND, OPENED, {"get": 1}]),
         (command("verify", ROOT), [FOUND, OPENED, {"get_range": PIECES + 1}]),
     ],
     ids=["load", "load a step", "restore", "open", "ls", "inspect", "verify"],

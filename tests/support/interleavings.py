@@ -8,8 +8,9 @@ of an actor is one request. States that were seen before are not gone through ag
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from memory_store import MemoryStore
@@ -120,6 +121,7 @@ class Interleavings:
         overwrites: bool = False,
         decides: Callable[[str], bool],
         marks: str = "",
+        objects: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Take the actors; nothing is run yet.
 
@@ -131,6 +133,7 @@ class Interleavings:
             overwrites: Whether a create overwrites, as it must not.
             decides: Whether the answer to a create of a name may be lost.
             marks: The ending of names whose creation counts as said.
+            objects: What lies in the store at first.
         """
         self._store = store
         self._actors = list(actors.items())
@@ -139,7 +142,8 @@ class Interleavings:
         self._marks = marks
         self._nodes: list[_Node] = []
         begin = tuple(self._node(number, []) for number in range(len(actors)))
-        self._first = State(frozenset(), 0, frozenset(), faults, passes, frozenset(), begin)
+        there = frozenset((name, data, 0) for name, data in objects.items())
+        self._first = State(there, 0, frozenset(), faults, passes, frozenset(), begin)
 
     def _node(self, number: int, answers: list[Any]) -> int:
         self._store.start(answers)
