@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import re
 from collections.abc import Callable, Iterator
 
 from datastates._base.ahead import ahead
+from datastates.commit.manifest import is_kept
+from datastates.commit.names import STEP
 from datastates.container import every_byte
 from datastates.container.file import Container, Named, open_named, read_index
-from datastates.errors import CorruptError, FormatError
+from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.ranks.link import Link
-from datastates.storage import store_of
+from datastates.storage import Folders, store_of
 from datastates.storage.location import Location
 
 SILENCE = 30.0
 """Seconds after which a rank that is silent ends a link. A busy one answers sooner."""
+_NEAREST = 3
+"""Checkpoints in which a kept container is looked for."""
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_whole: set[tuple[tuple[int, ...], int]] = set()
+"""The kept containers that this process has read whole, by their places and the checksums of their indexes."""
 _PIECES = 64
 """Pieces, most of them chunks, that are read while others are sent."""
 MakeLink = Callable[[str, int, float], Link]
@@ -56,6 +66,38 @@ def every(source: Container) -> Iterator[memoryview]:
         yield data
     if at != source.nbytes:
         raise FormatError(f"{source.path} has bytes that its index does not describe")
+
+
+def adopted(one: Named, file: Location, pace: Callable[[int], object] = lambda nbytes: None) -> bool:
+    """Link a kept container that a checkpoint beside has, as ``file`` of one that comes there; whether that was done.
+
+    Each byte of what is linked is compared, once in a process. ``pace`` is as for :func:`compared`.
+    """
+    store, own = store_of(file), _STEP.match(file.parent.name)
+    if not (isinstance(store, Folders) and is_kept(file.name)) or own is None:
+        return False
+    place = file.parent.parent
+    steps = {name: abs(int(match[1]) - int(own[1])) for name in store.names(place) if (match := STEP.match(name))}
+    for name in heapq.nsmallest(_NEAREST, steps, key=steps.__getitem__):
+        there = Named(place / name / file.name, one.nbytes, one.index_crc, one.identity)
+        with contextlib.suppress(CorruptError, FormatError, StorageError):  # another one, damaged, or links are refused
+            if _is_whole(there, pace) and store.link(there.path, file):
+                store.sync_folder(file.parent)
+                if index_crc(file, one.nbytes) == one.index_crc:
+                    return True
+                store.discard([file])
+    return False
+
+
+def _is_whole(one: Named, pace: Callable[[int], object]) -> bool:
+    """Whether a kept container is there and whole."""
+    if (entry := store_of(one.path).look(one.path)) is None or index_crc(one.path, one.nbytes) != one.index_crc:
+        return False
+    if (known := (entry.place, one.index_crc)) not in _whole:
+        for _ in compared(one, pace):
+            pass
+        _whole.add(known)
+    return True
 
 
 def send(link: Link, one: Named, pace: Callable[[int], object] = lambda nbytes: None) -> None:

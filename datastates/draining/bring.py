@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from datastates.commit import catalog, health, manifest
-from datastates.commit.carry import compared, index_crc
+from datastates.commit.carry import adopted, compared, index_crc
 from datastates.commit.manifest import ContainerEntry, Manifest, container_name, kept_name, named_in
 from datastates.commit.tier import Uncommitted
 from datastates.commit.tiers import tier_of
@@ -79,7 +79,9 @@ def _bring(path: Location, made: Manifest, found: Uncommitted, part: Part) -> Lo
     every = [*zip(named_in(path, made), files, strict=True)]
     own = [(one, file) for one, file in every if part.ranks is None or one.identity["rank"] in part.ranks]
     for (one, file), is_there in zip(own, _are_there(own), strict=True):
-        if not (is_there and index_crc(file, one.nbytes) == one.index_crc):
+        if is_there and index_crc(file, one.nbytes) == one.index_crc:
+            continue
+        if not adopted(one, file, part.pace):
             store_of(file).upload(file, compared(one, part.pace), one.nbytes)
     if not part.commits:
         return None

@@ -18,7 +18,7 @@ from datastates._base.tasks import Task
 from datastates._base.waiting import Bell
 from datastates._base.workers import Workers
 from datastates.commit import manifest
-from datastates.commit.carry import SILENCE, MakeLink, receive, send
+from datastates.commit.carry import SILENCE, MakeLink, adopted, receive, send
 from datastates.commit.manifest import named_of
 from datastates.commit.names import Identity
 from datastates.commit.newest import in_order
@@ -197,7 +197,8 @@ class Peers:
                     if sends:
                         send(link, named, self._pace)
                     else:
-                        refuse_short_memory(self._tier, named.nbytes)
+                        if not adopted(named, named.path, self._pace):
+                            refuse_short_memory(self._tier, named.nbytes)
                         receive(link, named)
             except BaseException as error:
                 if link is not None:

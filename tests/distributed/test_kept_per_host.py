@@ -26,8 +26,8 @@ def save(ckpt: ds.Checkpointer, state: list[Any], rank: int) -> list[str]:
         taken = ckpt.snapshot([state[0].fill(step), *state[1:], base_of(rank)], step=step)
         ckpt.wait()
         whys.append(taken.report.executor["in_full"])
-    if ckpt.settings.peers:
-        ckpt.wait_drained(50)
+        if ckpt.settings.peers or ckpt.settings.tiers:
+            ckpt.wait_drained(50)
     return whys
 
 
@@ -41,8 +41,12 @@ def restore(ckpt: ds.Checkpointer, state: list[Any], rank: int) -> int:
 
 
 def links_of(tmp_path: Path, host: str) -> dict[str, int]:
-    folder = tmp_path / host / "run" / "step-00000003"
-    return {file.name: file.stat().st_nlink for file in sorted(folder.glob("*.kept.pt"))}
+    return links_in(tmp_path / host / "run")
+
+
+def links_in(place: Path) -> dict[str, int]:
+    files = sorted((place / "step-00000003").glob("*.kept.pt"))
+    return {file.name: file.stat().st_nlink for file in files}
 
 
 def test_each_host_links_its_own(job: Any, tmp_path: Path) -> None:
@@ -62,12 +66,15 @@ def test_ranks_that_have_moved_get_what_they_need(job: Any, tmp_path: Path) -> N
 @pytest.mark.usefixtures("machines")
 def test_a_lost_host_loses_nothing(job: Any, tmp_path: Path) -> None:
     job(save, incremental=True, peers=1)
+    twice = {f"rank-0000{rank}.kept.pt": 2 for rank in range(RANKS)}
+    assert links_of(tmp_path, "a") == links_of(tmp_path, "b") == twice  # what is copied takes memory once, too
     shutil.rmtree(tmp_path / host_of(RANKS - 1) / "run")
     assert job(restore) == [3] * RANKS
 
 
 def test_they_drain_to_a_place_that_all_reach(job: Any, tmp_path: Path) -> None:
     job(save, incremental=True, tiers=[tmp_path / "shared"])
+    assert links_in(tmp_path / "shared") == {f"rank-0000{rank}.kept.pt": 2 for rank in range(RANKS)}
     for host in "ab":
         shutil.rmtree(tmp_path / host / "run")
     found = ds.load(tmp_path / "shared", step=3)

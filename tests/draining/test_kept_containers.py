@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from whole_saves import a_state, as_two_ranks, assert_equal, copy_of, save
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.commit import manifest
+from datastates.commit import carry, manifest
 from datastates.commit.tiers import tier_of
 from datastates.config import Options
+from datastates.errors import StorageError
 from datastates.formats import own
 from datastates.providers import from_state_dict
 from datastates.storage import Location
+from datastates.storage.local import LocalStore
 
 FAR = "far://bucket/run"
 pytestmark = pytest.mark.usefixtures("linking")
@@ -38,7 +41,7 @@ def test_each_tier_has_the_whole_state(first: Path, tmp_path: Path, store: FarSt
     shared = tmp_path / "shared"
     expected = saved(first, [shared, FAR])
     kept = [path.stat() for path in sorted(shared.glob("step-*/rank-00000.kept.pt"))]
-    assert [one.st_nlink for one in kept] == [1, 1]
+    assert [one.st_nlink for one in kept] == [2, 2]
     for place in (shared, FAR):
         for one in tier_of(Location.of(place)).checkpoints():
             assert_equal(ds.load(one.path.face)["state"], expected[one.step])
@@ -76,6 +79,42 @@ def test_a_bucket_is_sent_it_once(first: Path, store: FarStore) -> None:
     uploads = [name for request, name in store.asked if request == "upload"]
     assert len(uploads) == 4  # three of the rank's own containers
     assert uploads.count("rank-00000.kept.pt") == 1
+
+
+@pytest.mark.parametrize("what", ["damaged", "refused"])
+def test_a_directory_is_sent_it_again(
+    what: str, first: Path, tmp_path: Path, store: FarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    expected = saved(first, [shared])
+    kept = shared / "step-00000002" / "rank-00000.kept.pt"
+    if what == "damaged":
+        data = bytearray(kept.read_bytes())
+        data[len(data) // 2] ^= 1
+        with kept.open("r+b") as file:
+            file.write(data)
+        monkeypatch.setattr(carry, "_whole", set())  # a later process
+    else:
+        link = LocalStore.link
+
+        def refused(self: LocalStore, source: Location, target: Location) -> bool:
+            if target.is_relative_to(Location(shared)):
+                raise StorageError(errno.EMLINK, "link", str(target))
+            return link(self, source, target)
+
+        monkeypatch.setattr(LocalStore, "link", refused)
+    state = copy_of(expected[2])
+    with ds.Checkpointer(first, tiers=shared, incremental=True) as checkpointer:
+        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+        checkpointer.restore([from_state_dict("state", live)])
+        state["small.0"] += 1
+        save(checkpointer, state, 3)
+        checkpointer.wait_drained()
+    newest = shared / "step-00000003"
+    assert (newest / "rank-00000.kept.pt").stat().st_nlink == 1
+    assert (first / "step-00000003" / "rank-00000.kept.pt").stat().st_nlink == 3
+    assert list(own.open(Location(newest)).verify(lambda nbytes: None)) == []
+    assert_equal(ds.load(newest)["state"], state)
 
 
 def test_one_that_is_about_to_go_is_sent_again(first: Path, store: FarStore) -> None:
