@@ -5,7 +5,7 @@ They are verified by checksums, or by the bytes that their other parts imply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,10 +103,11 @@ class OwnCheckpoint:
         """Read the whole checkpoint as :func:`datastates.reading.whole_checkpoint.load` does."""
         return whole_checkpoint.load(self.tensors, self.files, executor, trust=trust, into=into)
 
-    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+    def verify(self, progress: Callable[[int], object], seen: set[Hashable] | None = None) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with the bytes that the rest of the checkpoint implies.
 
-        All other files are compared even if one cannot be read, or is not the file that the manifest names.
+        All other files are compared even if one cannot be read, or is not the file that the manifest names. What
+        ``seen`` has of kept containers is not read again; those without a problem are added.
         """
         if self._manifest is None:
             yield from verify_container(self.files[0], progress)
@@ -119,7 +120,16 @@ class OwnCheckpoint:
             if isinstance(opened, DatastatesError):
                 raise opened
             containers.append(opened)
-            yield from verify_container(opened, progress)
+            place = _place(opened) if seen is not None else None
+            if seen is not None and place in seen:
+                progress(opened.nbytes)
+                return
+            is_whole = True
+            for problem in verify_container(opened, progress):
+                is_whole = False
+                yield problem
+            if seen is not None and is_whole and place is not None:
+                seen.add(place)
 
         def catalog() -> Iterator[Problem]:
             if len(containers) == len(every):
@@ -134,6 +144,12 @@ class OwnCheckpoint:
             vars(self)["files"] = containers
         if head.catalog is not None:
             yield from _naming(self._path / head.catalog.file, "the catalog", catalog())
+
+
+def _place(container: Container) -> Hashable:
+    """Tells a kept container from all other files, also where it has several names; None for another one."""
+    entry = store_of(container.path).look(container.path) if manifest.is_kept(container.path.name) else None
+    return None if entry is None else (entry.place or container.path, container.index_crc)
 
 
 def _try_to_open(named: Named) -> Container | DatastatesError:

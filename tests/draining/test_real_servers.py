@@ -140,7 +140,7 @@ def test_what_does_not_change_is_sent_once(
         there = store_of(bucket).entries(Location(place), deep=True)
         assert [name.rpartition("/")[2] for name in there].count("rank-00000.kept.pt") == 1
         assert equal(ds.load(place)["model"], state)
-        assert command.run(capsys, "verify", place)[0] == 0
+        assert command.run(capsys, "verify", place, "--all")[0] == 0
 
 
 def test_a_disk_behind_a_bucket(bucket: Location, tmp_path: Path) -> None:
