@@ -253,7 +253,7 @@ def run_round(seed: int, base: Path, root: str, outcomes: collections.Counter[st
             _count(stage, children, outcomes)
     except (WrongError, OSError, LookupError, ValueError):
         print(f"ROUND {seed} SHOWS A DEFECT; what it left is in {folder} and {audit.far}")
-        print(f"ranks={plan.ranks} memory={plan.memory} keep={plan.keep}")
+        print(dataclasses.replace(plan, stages=()))
         for stage, running in told:
             print(dataclasses.replace(stage, processes=(), saves=()), *stage.saves, sep="\n    ")
             for number, child in sorted(running.children.items()):

@@ -36,10 +36,11 @@ RANK_SECONDS = {True: 1.0, False: 40.0}
 
 
 def part_of(number: int, rank: int) -> dict[str, Any]:
-    """What a rank saves of a number: seldom more than one part of an upload."""
+    """What a rank saves of a number: seldom more than one part of an upload. Some of it is alike in a round."""
     rng = np.random.default_rng([number, rank])
     count = int(rng.choice([10, 1000, 30_000, 30_000, 1_200_000], p=[0.3, 0.3, 0.2, 0.18, 0.02]))
-    return {"w": rng.random(count), "seen": rng.integers(0, 256, 77, np.uint8)}
+    frozen = np.random.default_rng([number // 100, rank, 0]).random(20_000)
+    return {"w": rng.random(count), "seen": rng.integers(0, 256, 77, np.uint8), "frozen": frozen}
 
 
 def state_of(number: int, ranks: int) -> dict[str, Any]:
@@ -126,6 +127,7 @@ def _run(process: Process, stage: Stage, plan: Round, places: tuple[Path, Locati
         **(ranks if plan.ranks > 1 else {}),
         **{"host_cache": "2MiB", "block": "1MiB", "keep_last": plan.keep[0], "on_error": "warn"},
         **{"tiers": {"path": str(far), "keep_last": plan.keep[1]}, "handle_sigterm": stage.signal == "TERM"},
+        **plan.options,
     }
     live = Live(process.rank)
     taken: list[tuple[int, ds.Snapshot]] = []
@@ -136,6 +138,8 @@ def _run(process: Process, stage: Stage, plan: Round, places: tuple[Path, Locati
             told_now = [("committed", number)] * one.committed
             if one.committed and len(one.report.places) > 1:
                 told_now.append(("placed", number))
+            if one.committed and one.report.executor.get("shared"):
+                told_now.append(("shared", number))
             for event in told_now:
                 if event not in told:
                     told.add(event)

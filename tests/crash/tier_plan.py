@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 RUN, DRAIN, FETCH = "run", "drain", "fetch"
 
@@ -71,7 +72,16 @@ class Round:
     """Whether the first place is taken for memory, which holds few that are due."""
     keep: tuple[int | None, int | None]
     """``keep_last`` in the first place and in the far one."""
+    incremental: bool
+    """Whether what does not change is shared."""
+    full_every: int | None
+    """After how many saves all is written again."""
     stages: tuple[Stage, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings of its runs that share bytes."""
+        return {"incremental": True, "full_every": self.full_every} if self.incremental else {}
 
 
 def draw(seed: int) -> Round:
@@ -91,9 +101,8 @@ def draw(seed: int) -> Round:
     every = tuple(Process(RUN, rank) for rank in range(ranks))
     stages.append(Stage(disk, rng.random() < 0.3, every, (last,), True, (0, 0), "close", "", 0, 0))
     memory = rng.random() < 0.2
-    return Round(
-        seed, ranks, memory, (rng.choice([None, 1, 1, 2]), rng.choice([None, None, None, 1, 2])), tuple(stages)
-    )
+    keep = rng.choice([None, 1, 1, 2]), rng.choice([None, None, None, 1, 2])
+    return Round(seed, ranks, memory, keep, rng.random() < 0.5, rng.choice([None, None, 2, 3]), tuple(stages))
 
 
 def _stage(rng: random.Random, ranks: int, disk: int, saves: list[Save]) -> Stage:
