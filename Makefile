@@ -42,9 +42,9 @@ test: ## What passes before a commit: ruff, mypy, C++ tests, all Python tests bu
 .PHONY: check
 check: ## What else must pass before a merge: clang-tidy, stubs, sanitizers, the core without torch, long Python tests
 	$(MAKE) --no-print-directory tidy
-	$(MAKE) --no-print-directory --jobs=2 --output-sync stubs sanitize
+	$(MAKE) --no-print-directory --jobs=3 --output-sync stubs sanitize .venv-numpy/installed azurite
 	$(MAKE) --no-print-directory python-test-numpy
-	$(MAKE) --no-print-directory python-test-long
+	$(MAKE) --no-print-directory python-test-long AZURITE=
 
 .PHONY: demo
 demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resume bit for bit

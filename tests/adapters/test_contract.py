@@ -395,7 +395,7 @@ class Program:
         return self._said(done)["trained"], torch.load(f"{root}-end.pt", weights_only=True)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(("name", "fault"), KILLED)
 def test_killed_in_a_save_it_resumes_bit_for_bit(name: str, fault: str, ranks: Any, said: Any, tmp_path: Path) -> None:
     program, killed = Program(ranks, said, f"{name}/training.py"), tmp_path / "killed"
@@ -409,7 +409,7 @@ def test_killed_in_a_save_it_resumes_bit_for_bit(name: str, fault: str, ranks: A
     assert [name for name in names(killed) if "partial" in name] == []  # a save has removed what was left
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("program", short.first(reversed(SEVERAL), rest=pytest.mark.by_hand))
 def test_several_ranks_save_one_folder_and_each_loads_the_others(
     program: str, ranks: Any, said: Any, tmp_path: Path

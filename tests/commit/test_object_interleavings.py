@@ -150,7 +150,7 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("scene", [s if s == SMALL else pytest.param(s, marks=pytest.mark.long) for s in SCENES])
+@pytest.mark.parametrize("scene", [s if s == SMALL else pytest.param(s, marks=pytest.mark.by_hand) for s in SCENES])
 def test_the_promises_hold(scene: str, script: Script) -> None:
     names, options = SCENES[scene]
     count = Counter(frozenset(breaks) for breaks in gone_through(script, Actors(script), names, **options))

@@ -14,7 +14,7 @@ POWER_CUTS = Path(__file__).with_name("power_cuts.py")
 ROUNDS, CUTS = 20, 3
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_rounds_of_random_states_faults_kills_and_changes(tmp_path: Path, run: Callable[..., Any]) -> None:
     pytest.importorskip("torch")
     ended = run(CAMPAIGN, tmp_path, "--rounds", ROUNDS, timeout=240)

@@ -51,7 +51,7 @@ def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: 
     finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12, timeout=280))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     "call", first(["snapshot", "restore", "open", "export", "one_snapshot"], rest=pytest.mark.by_hand)
 )

@@ -17,7 +17,7 @@ import jax_loop  # noqa: E402
 STEPS, KILLED = 5, 4
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-P", jax_loop.__file__, tmp_path / "killed", str(STEPS)],

@@ -141,7 +141,9 @@ OF_THE_COORDINATOR = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("confused", "expected"), short.first([(2, WRONG), (0, OF_THE_COORDINATOR)]))
+@pytest.mark.parametrize(
+    ("confused", "expected"), short.first([(2, WRONG), (0, OF_THE_COORDINATOR)], rest=pytest.mark.by_hand)
+)
 def test_one_rank_fails_all_and_the_next_snapshot_works(
     confused: int, expected: dict[str, str], ranks: Any, reports: Any, tmp_path: Path
 ) -> None:
@@ -175,7 +177,7 @@ def test_one_rank_fails_all_and_the_next_snapshot_works(
     assert_tidy(root, *steps)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_path: Path) -> None:
     """It misses two snapshots, and its late votes for them do not count. All ranks commit the next one."""
     root = tmp_path / "run"

@@ -164,7 +164,8 @@ def test_what_is_read_without_checksums_is_verified_by_digest(threads: Any, tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("saved", "n", "live", "m"), short.first([("ranges", 1, "columns", 3), ("rows", 3, "ranges", 2)])
+    ("saved", "n", "live", "m"),
+    short.first([("ranges", 1, "columns", 3), ("rows", 3, "ranges", 2)], rest=pytest.mark.by_hand),
 )
 def test_processes_restore_what_other_processes_saved(
     ranks: Any, tmp_path: Path, saved: str, n: int, live: str, m: int

@@ -322,7 +322,7 @@ KILLED = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     ("dead", "where", "is_there"),
     [*KILLED[::8], *(pytest.param(*c, marks=pytest.mark.by_hand) for c in KILLED if c not in KILLED[::8])],
@@ -373,7 +373,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_newer_run_ends_an_older_one_on_every_host(ranks: Any, tmp_path: Path) -> None:
     words = (Path(__file__).parent, tmp_path)
     with ThreadPoolExecutor(2) as pool:

@@ -135,7 +135,7 @@ def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
 # --- retention
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     words = [1, 2, 3, "4/store.remove=kill", 5, 5, 6, 7]
@@ -193,7 +193,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     assert names(tmp_path / "run") == [f"step-{step:08d}.r1" for step in range(25)]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_refuses(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     script = f"""{prelude}
 import contextlib

@@ -144,7 +144,7 @@ ENDS = ["while a container goes up", "before the manifest", "after the manifest"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["disk", pytest.param("moto", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("moto", marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize("end", ENDS)
 def test_the_next_run_brings_what_a_killed_one_has_left(end: str, kind: str, tmp_path: Path, ranks: Any) -> None:
     first, target = tmp_path / "first", Location.of(tmp_path / "target")

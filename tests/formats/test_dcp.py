@@ -189,7 +189,7 @@ def test_what_is_no_plain_tensor_blocks_no_other(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], value) and type(found[key]) is type(value) for key, value in odd.items())
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_every_flip_in_the_metadata_is_refused_or_reads_the_same(saved: Path) -> None:
     whole = (saved / ".metadata").read_bytes()
     expected = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import short
 import torch
 from deepspeed_ranks import RANKS
 from safetensors.torch import load_file
@@ -80,7 +81,7 @@ def optimizer(folder: Path, rank: int) -> Path:
 
 @pytest.mark.long
 class TestDeepSpeed:
-    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("stage", short.first([2, 1, 3], rest=pytest.mark.by_hand))
     @pytest.mark.parametrize("name", ["torch", "ours"])
     def test_parameters_are_put_together(
         self, saved: Path, theirs: Path, tmp_path: Path, stage: int, name: str

@@ -124,7 +124,7 @@ def test_verify_finds_every_flipped_bit(container: Path) -> None:
     assert undetected(container, lambda: not verify(container.parent)) == []
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_restore_finds_every_flipped_bit_that_matters_to_it(checkpointer: Checkpointer, container: Path) -> None:
     assert undetected(container, lambda: restore(checkpointer) in (None, GOOD)) == []
 

@@ -35,7 +35,7 @@ def frameworks_of(page: Path) -> set[str]:
 
 SLOW = {
     *("cadence", "deepspeed", "formats", "from-torch-save", "loops", "megatron", "partial-restore"),
-    *("providers-reference", "running", "trainers"),
+    *("dcp", "export", "jax", "providers-reference", "ranks", "running", "seeing", "trainers"),
 }
 """Pages that take some ten seconds or more: they are run by hand."""
 

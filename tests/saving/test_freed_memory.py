@@ -89,7 +89,10 @@ def test_memory_given_back_before_it_is_captured_fails_that_snapshot_by_name(
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSYS, errno.EFAULT], ids=["forbidden", "beyond its reach"])
-@pytest.mark.parametrize("how", short.first(["partly unmapped", "no memory", "small, unmapped", "a file cut short"]))
+@pytest.mark.parametrize(
+    "how",
+    short.first(["partly unmapped", "no memory", "small, unmapped", "a file cut short"], rest=pytest.mark.by_hand),
+)
 def test_where_the_kernel_does_not_copy_between_places_it_copies_through_a_file(
     how: str, fault: int, ranks: Any, tmp_path: Path
 ) -> None:

@@ -258,7 +258,7 @@ def test_when_the_commit_is_uncertain_all_files_are_kept(together: Together, wri
     same(loaded(tmp_path, whole()), whole(1.0))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) -> None:
     """The optimizers of the others wait for it no longer than ``rank_timeout``."""
     writers = [DataStatesStorageWriter(rank_timeout=1, **SMALL) for _ in range(RANKS)]

@@ -258,7 +258,7 @@ def test_a_call_that_was_interrupted_is_no_failure_that_nobody_was_told_of(
     assert not snapshots._silent
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = subprocess.run(
         [
@@ -287,7 +287,7 @@ def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest
     del caplog
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_interpreters_end_waits_for_the_commit(tmp_path: Path) -> None:
     source = """
         import sys, torch

@@ -125,7 +125,7 @@ same(loaded(root / f"alone{rank()}", mine, "alone"), mine)
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_each_rank_reads_its_own_part(train: Any, tmp_path: Path) -> None:
     """Each rank reads little more than its own rows, however many ranks wrote them."""
     source = """

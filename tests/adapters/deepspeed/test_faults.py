@@ -159,7 +159,7 @@ for on_error in ("raise", "warn"):
     assert all("the checkpoint full has failed" in process.stderr for process in done)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_damaged_files(train: Any, tmp_path: Path) -> None:
     train(
         1,
@@ -246,7 +246,7 @@ trained.destroy()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_an_interface_that_is_not_known_is_refused_before_anything_is_saved(train: Any) -> None:
     train(
         1,

@@ -33,7 +33,7 @@ def check(trained, expected):
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_files_hold_the_state_of_the_call(train: Any, tmp_path: Path) -> None:
     train(
         2,

@@ -106,6 +106,7 @@ trained.destroy()
 """
 
 
+@pytest.mark.by_hand
 def test_a_folder_that_is_not_all_of_a_checkpoint_does_not_travel(
     train: Any, said: Any, tmp_path: Path, bucket: str
 ) -> None:

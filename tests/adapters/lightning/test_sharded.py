@@ -67,7 +67,7 @@ leave()
     run(ranks, BEGIN + script, tmp_path / "run")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_copies_of_fsdp1_are_written_through_updates_and_lightning_resumes_bit_for_bit(
     ranks: Any, tmp_path: Path
 ) -> None:
@@ -105,7 +105,7 @@ leave()
     run(ranks, begin + script, tmp_path / "run")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_what_fails_on_one_rank_fails_on_all_and_the_last_one_stays(ranks: Any, tmp_path: Path) -> None:
     script = """
 class Fail(pl.Callback):
@@ -129,7 +129,7 @@ leave()
     run(ranks, BEGIN + script.replace("ENOSPC", str(errno.ENOSPC)), tmp_path / "run")
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_one_rank_saves_its_shards_and_leaves_other_files(ranks: Any, tmp_path: Path) -> None:
     script = """
 chosen = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
@@ -174,7 +174,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         attach(strategy)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_save_after_a_fit_leaves_no_more_threads_than_lightning(ranks: Any, tmp_path: Path) -> None:
     script = """
 import threading

@@ -10,7 +10,7 @@ import pytest
 PAIRS = [("Ours", "Ours"), ("Ours", "Stock"), ("Stock", "Ours")]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_between_layouts_of_two_ranks(run: Any, tmp_path: Path) -> None:
     run(
         2,

@@ -60,7 +60,7 @@ GPT = """
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(("tp", "bf16"), [(1, True), (2, False)])
 def test_a_gpt_is_saved_and_resumed(run: Any, tmp_path: Path, tp: int, bf16: bool) -> None:
     run(

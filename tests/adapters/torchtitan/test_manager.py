@@ -105,7 +105,7 @@ def run(ranks: Any, tmp_path: Path) -> Run:
     return start
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_it_goes_on_and_keeps_what_it_is_told_to(run: Run) -> None:
     run(
         2,
@@ -130,7 +130,7 @@ assert second.lr_schedulers.state_dict() == whole.lr_schedulers.state_dict()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(run: Run) -> None:
     run(
         2,
@@ -169,7 +169,7 @@ from_that.checkpointer.close()
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_torchtitans_own_manager_loads_its_checkpoints_and_it_those(run: Run) -> None:
     run(
         2,
@@ -250,7 +250,7 @@ else:
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_example_gives_the_trainer_the_manager(run: Run) -> None:
     # torchtitan's models need Triton, so the model's configuration is a stand-in here
     run(

@@ -97,7 +97,7 @@ def kinds(training: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     "kind", short.first(["in several files", "stored otherwise than it computes", "in half precision"])
 )

@@ -86,7 +86,7 @@ def saving(training: ModuleType, act: Callable[[Path, Path, list[object]], None]
     return OnSave
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_a_callback_sees_what_was_saved_and_what_it_writes_stays(
     look: Look, training: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
