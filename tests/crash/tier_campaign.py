@@ -227,7 +227,8 @@ class Audit:
         keep, step = self._plan.keep[1], self._saves[number].step
         later = [n for n in every if n > number]
         superseded = any(self._saves[n].step == step for n in later) or (keep is not None and len(later) >= keep)
-        dropped = self._plan.memory and what != "in the far place" and len(later) >= IN_MEMORY
+        after = {n for committed in self._committed.values() for n in committed if n > number} | {*later}
+        dropped = self._plan.memory and what != "in the far place" and len(after) >= IN_MEMORY
         check(
             number in there or superseded or dropped, f"save {number} was {what}, and is lost: {every}, there {there}"
         )

@@ -162,6 +162,7 @@ def _run(process: Process, stage: Stage, plan: Round, places: tuple[Path, Locati
             if save.wait:
                 checkpointer.wait()
             if save.wait == "drained":
+                tell()
                 with contextlib.suppress(SnapshotTimeoutError):
                     checkpointer.wait_drained(0.2 if stage.dead[1] else 20)
                     for number, one in taken:
