@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import re
 from collections.abc import Callable, Iterator
 
 from datastates._base.ahead import ahead
 from datastates.commit.manifest import is_kept
-from datastates.commit.names import STEP
+from datastates.commit.names import STEP, final_of
 from datastates.container import every_byte
 from datastates.container.file import Container, Named, open_named, read_index
 from datastates.errors import CorruptError, FormatError, StorageError
@@ -21,7 +20,6 @@ SILENCE = 30.0
 """Seconds after which a rank that is silent ends a link. A busy one answers sooner."""
 _NEAREST = 3
 """Checkpoints in which a kept container is looked for."""
-_STEP = re.compile(r"step-([0-9]{8,18})")
 _whole: set[tuple[tuple[int, ...], int]] = set()
 """The kept containers that this process has read whole, by their places and the checksums of their indexes."""
 _PIECES = 64
@@ -73,7 +71,7 @@ def adopted(one: Named, file: Location, pace: Callable[[int], object] = lambda n
 
     Each byte of what is linked is compared, once in a process. ``pace`` is as for :func:`compared`.
     """
-    store, own = store_of(file), _STEP.match(file.parent.name)
+    store, own = store_of(file), STEP.match(final_of(file.parent.name) or file.parent.name)
     if not (isinstance(store, Folders) and is_kept(file.name)) or own is None:
         return False
     place = file.parent.parent

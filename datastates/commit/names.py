@@ -19,6 +19,8 @@ from datastates.storage.location import Location
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+)|\.([0-9a-f]{8}))?\Z")
 """Matches the name of a checkpoint: its step, and its revision in a directory, or its attempt in a store of objects."""
+ENDED = ".ended"
+"""Ends the name of the mark of a deletion in a store of objects."""
 KEPT_FOLDER = re.compile(r"kept-[0-9]{8,18}\.[0-9a-f]{8}\Z")
 """Matches the name of a folder of kept containers in a store of objects: the step and the attempt that made them."""
 BESIDE = re.compile(r"(step-[0-9]{8,18}\.[0-9a-f]{8})\.(ended|hold\.[0-9a-f]{16})\Z")
@@ -74,6 +76,11 @@ def checked_metric(metric: Any) -> float | None:
 def step_name(step: int) -> str:
     """The name of a step's directory, without a revision."""
     return f"step-{step:08d}"
+
+
+def mark_of(path: Location) -> Location:
+    """What says that a deletion of a checkpoint, or of a folder of kept containers, has begun in a store of objects."""
+    return path.with_name(path.name + ENDED)
 
 
 def kept_folder(step: int, attempt: str) -> str:

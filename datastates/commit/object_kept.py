@@ -19,7 +19,7 @@ from datastates._base import log
 from datastates._base.tasks import each
 from datastates.commit import manifest
 from datastates.commit.decision import Patience, decide
-from datastates.commit.names import KEPT_FOLDER, STEP, kept_folder
+from datastates.commit.names import ENDED, KEPT_FOLDER, STEP, kept_folder, mark_of
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError, said
 from datastates.storage import Entry, store_of
 from datastates.storage.location import Location
@@ -32,7 +32,8 @@ LOOKED = 8 * _DAY
 """Nanoseconds after its mark for which a folder may still be named by who looked before."""
 LATE = 7 * _DAY
 """Nanoseconds for which a mark stays: a request that was sent before may arrive."""
-_MARK, _ENDED = ".ended", b"ended\n"
+MARKED = b"ended\n"
+"""The bytes of a mark."""
 _NAME = re.compile(rb"kept-[0-9]{8,18}\.[0-9a-f]{8}")
 
 
@@ -41,7 +42,7 @@ def folder(root: Location, step: int, attempt: str) -> Location:
     for number in itertools.count():
         other = hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
         path = root / kept_folder(step, other if number else attempt)
-        if not store_of(root).is_file(_mark(path)):
+        if not store_of(root).is_file(mark_of(path)):
             return path
     raise AssertionError("names do not end")
 
@@ -50,7 +51,7 @@ def refuse_ending(kept: Location, root: Location) -> None:
     """Raise StorageError if a new checkpoint may not name a kept container: its folder is marked, or not here."""
     if kept.parent.parent != root or not KEPT_FOLDER.match(kept.parent.name):
         raise StorageError(errno.EINVAL, "link", str(kept), f"{kept} is no file that several checkpoints name")
-    if store_of(root).is_file(_mark(kept.parent)):
+    if store_of(root).is_file(mark_of(kept.parent)):
         raise StorageError(errno.ENOENT, "link", str(kept), f"no checkpoint has named {kept} for a while: it goes")
 
 
@@ -85,8 +86,8 @@ class KeptFolders:
             now: A time before that list, by the store's clock.
         """
         folders = {name for name in names if KEPT_FOLDER.match(name)}
-        marks = {name: names[name + _MARK].changed for name in folders | _marked(names) if name + _MARK in names}
-        outlived = [self._root / (name + _MARK) for name in marks if name not in folders and now - marks[name] > LATE]
+        marks = {name: names[name + ENDED].changed for name in folders | _marked(names) if name + ENDED in names}
+        outlived = [self._root / (name + ENDED) for name in marks if name not in folders and now - marks[name] > LATE]
         others = [name for name, entry in names.items() if entry.kind == "folder" and name not in folders]
         steps = [name for name in others if STEP.match(name)]
         try:
@@ -134,7 +135,7 @@ class KeptFolders:
 
 def end(folder: Location, patience: Patience) -> None:
     """Let no new checkpoint name a folder; raises StorageError."""
-    decide(_mark(folder), _ENDED, patience.fence, patience)
+    decide(mark_of(folder), MARKED, patience.fence, patience)
 
 
 def end_again(folder: Location) -> None:
@@ -142,14 +143,10 @@ def end_again(folder: Location) -> None:
 
     A drain may take the folder's name again once the mark is gone, and others may still be clearing it until then.
     """
-    store_of(folder).replace(_mark(folder), _ENDED)
-
-
-def _mark(folder: Location) -> Location:
-    return folder.with_name(f"{folder.name}{_MARK}")
+    store_of(folder).replace(mark_of(folder), MARKED)
 
 
 def _marked(names: Collection[str]) -> set[str]:
     """The folders that have a mark."""
-    every = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+    every = {name.removesuffix(ENDED) for name in names if name.endswith(ENDED)}
     return {name for name in every if KEPT_FOLDER.match(name)}

@@ -25,8 +25,8 @@ from datastates._base.tasks import each
 from datastates.commit import manifest, object_kept, object_opening, object_pending
 from datastates.commit.decision import DENIED, Patience, decide
 from datastates.commit.manifest import FENCE, Manifest
-from datastates.commit.names import BESIDE, KEPT_FOLDER, OF_ATTEMPT, PASSING, STEP
-from datastates.commit.object_kept import Deletions, KeptFolders
+from datastates.commit.names import BESIDE, ENDED, KEPT_FOLDER, OF_ATTEMPT, PASSING, STEP, mark_of
+from datastates.commit.object_kept import MARKED, Deletions, KeptFolders
 from datastates.commit.object_opening import ObjectOpening
 from datastates.commit.object_pending import ObjectPending
 from datastates.commit.tier import Committed, Tier, Uncommitted
@@ -85,7 +85,7 @@ class ObjectTier(Tier):
     @override
     def checkpoints(self, *, certain: bool = False, known: bool = False) -> list[Committed]:
         names = self.names()
-        steps = sorted(n for n, e in names.items() if e.kind == "folder" and STEP.match(n) and _mark(n) not in names)
+        steps = sorted(n for n, e in names.items() if e.kind == "folder" and STEP.match(n) and n + ENDED not in names)
         under_way = self._under_way.copy() if known else set()
         new = [n for n in steps if n not in under_way and not (n in self._known and (known or _attempt(n)))]
         looked = dict(zip(new, each(partial(self._look, certain=certain), new, AT_ONCE), strict=True))
@@ -98,7 +98,7 @@ class ObjectTier(Tier):
     def _lacks(self, absent: set[str]) -> bool:
         """Whether some of what was listed has been deleted since."""
         names = self.names(anew=True)
-        return any(name not in names or _mark(name) in names for name in absent)
+        return any(name not in names or name + ENDED in names for name in absent)
 
     def _look(self, name: str, *, certain: bool) -> Committed | None:
         """Look at one checkpoint; None if it is none. What cannot change is known from then on."""
@@ -183,7 +183,7 @@ class ObjectTier(Tier):
         for number in itertools.count():
             other = hashlib.blake2b(f"{attempt}/{number}".encode(), digest_size=4).hexdigest()
             path = target.with_name(f"{target.name}.{other if number else attempt}")
-            if _mark(path.name) in names:
+            if path.name + ENDED in names:
                 continue
             try:
                 if path.name in names and manifest.open(path).attempt == attempt:
@@ -204,7 +204,7 @@ class ObjectTier(Tier):
         try:
             if manifest.look(path) is None:
                 raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {manifest.FILE}")
-            if _attempt(path.name) and store_of(path).is_file(_marked(path)):
+            if _attempt(path.name) and store_of(path).is_file(mark_of(path)):
                 raise CheckpointNotFoundError(f"{path} is being deleted")
             yield
         finally:
@@ -248,7 +248,7 @@ class ObjectTier(Tier):
             return True
         if not _attempt(name) or self._is_held(name, names, self._now):
             return False
-        decide(_marked(path), b"ended\n", self.patience.fence, self.patience)
+        decide(mark_of(path), MARKED, self.patience.fence, self.patience)
         names = self.names(anew=True)
         newest = max((entry.changed for entry in names.values()), default=0)  # a time before that list, at no request
         due = self._deletions(names, newest)
@@ -323,7 +323,7 @@ class ObjectTier(Tier):
         left: dict[Location, Callable[[], None]] = {path: partial(self._clear, path) for path in due.ended}
         for name in sorted(names):
             path = self.root / name
-            if _attempt(name) and names[name].kind == "folder" and _mark(name) not in names and path not in committed:
+            if _attempt(name) and names[name].kind == "folder" and name + ENDED not in names and path not in committed:
                 remove = self._dead(path, now)
                 left |= {} if remove is None else {path: remove}
         return left, due
@@ -375,11 +375,3 @@ def _attempt(name: str) -> str:
     """The attempt in the name of a checkpoint; empty without one."""
     match = STEP.match(name)
     return "" if match is None else match[3] or ""
-
-
-def _mark(name: str) -> str:
-    return f"{name}.ended"
-
-
-def _marked(path: Location) -> Location:
-    return path.with_name(_mark(path.name))

@@ -52,9 +52,10 @@ class Head:
         """Take the head of the checkpoint at ``path`` from its manifest."""
         ranks, several = opened.world_size, len(opened.containers)
         only = opened.containers[0] if several == 1 else None
-        containers = 2 * ranks if several > ranks else ranks
-        every = zip(opened.numbers, opened.containers, strict=True)
-        folders = {number: one.folder for number, one in every if one.folder is not None}
+        containers, folders = ranks, {}
+        if several > ranks:
+            every = zip(opened.numbers, opened.containers, strict=True)
+            containers, folders = 2 * ranks, {number: one.folder for number, one in every if one.folder is not None}
         return cls(path, opened.step, opened.attempt, ranks, containers, folders, opened.catalog, only)
 
     @property

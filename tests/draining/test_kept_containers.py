@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from far_store import FarStore
-from whole_saves import a_state, as_two_ranks, assert_equal, copy_of, save
+from whole_saves import a_state, as_two_ranks, assert_equal, blank, copy_of, save
 
 import datastates as ds
 from datastates.cli import commands
@@ -37,6 +37,17 @@ def saved(first: Path, further: list[Any]) -> dict[int, dict[str, Any]]:
     return expected
 
 
+def gone_on(first: Path, further: Any, last: dict[str, Any]) -> dict[str, Any]:
+    """Restore, and save step 3; returns its state."""
+    state = copy_of(last)
+    with ds.Checkpointer(first, tiers=further, incremental=True) as checkpointer:
+        checkpointer.restore([from_state_dict("state", blank(state))])
+        state["small.0"] += 1
+        save(checkpointer, state, 3)
+        checkpointer.wait_drained()
+    return state
+
+
 def test_each_tier_has_the_whole_state(first: Path, tmp_path: Path, store: FarStore) -> None:
     shared = tmp_path / "shared"
     expected = saved(first, [shared, FAR])
@@ -46,7 +57,7 @@ def test_each_tier_has_the_whole_state(first: Path, tmp_path: Path, store: FarSt
         for one in tier_of(Location.of(place)).checkpoints():
             assert_equal(ds.load(one.path.face)["state"], expected[one.step])
             assert list(own.open(one.path).verify(lambda nbytes: None)) == []
-    live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in expected[2].items()}
+    live = blank(expected[2])
     with ds.Checkpointer(FAR) as checkpointer:
         assert checkpointer.restore([from_state_dict("state", live)]) is not None
     assert_equal(live, expected[2])
@@ -58,7 +69,7 @@ def test_a_damaged_one_is_read_from_the_next_place(first: Path, store: FarStore)
     data = bytearray(kept.read_bytes())
     data[len(data) // 2] ^= 1
     kept.write_bytes(data)
-    live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in expected[2].items()}
+    live = blank(expected[2])
     with ds.Checkpointer(first, tiers=FAR) as checkpointer:
         restored = checkpointer.restore([from_state_dict("state", live)])
     assert restored is not None
@@ -103,13 +114,7 @@ def test_a_directory_is_sent_it_again(
             return link(self, source, target)
 
         monkeypatch.setattr(LocalStore, "link", refused)
-    state = copy_of(expected[2])
-    with ds.Checkpointer(first, tiers=shared, incremental=True) as checkpointer:
-        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
-        checkpointer.restore([from_state_dict("state", live)])
-        state["small.0"] += 1
-        save(checkpointer, state, 3)
-        checkpointer.wait_drained()
+    state = gone_on(first, shared, expected[2])
     newest = shared / "step-00000003"
     assert (newest / "rank-00000.kept.pt").stat().st_nlink == 1
     assert (first / "step-00000003" / "rank-00000.kept.pt").stat().st_nlink == 3
@@ -121,13 +126,7 @@ def test_one_that_is_about_to_go_is_sent_again(first: Path, store: FarStore) -> 
     expected = saved(first, [FAR])
     (folder,) = (name for name in store.names(Location.of(FAR)) if name.startswith("kept-"))
     store.create(Location.of(FAR) / f"{folder}.ended", b"ended\n")
-    state = copy_of(expected[2])
-    with ds.Checkpointer(first, tiers=FAR, incremental=True) as checkpointer:
-        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
-        checkpointer.restore([from_state_dict("state", live)])
-        state["small.0"] += 1
-        save(checkpointer, state, 3)
-        checkpointer.wait_drained()
+    state = gone_on(first, FAR, expected[2])
     assert [name for request, name in store.asked if request == "upload"].count("rank-00000.kept.pt") == 2
     (newest,) = (one.path for one in tier_of(Location.of(FAR)).checkpoints() if one.step == 3)
     assert_equal(ds.load(newest.face)["state"], state)
@@ -149,7 +148,7 @@ def test_a_bucket_that_has_lost_it_is_told(damage: str, first: Path, tmp_path: P
     with pytest.raises(ds.errors.DatastatesError, match=r"rank-00000\.kept\.pt"):
         ds.load(path.face)
     assert len(list(own.open(path).verify(lambda nbytes: None))) > 0
-    live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in expected[2].items()}
+    live = blank(expected[2])
     with ds.Checkpointer(tmp_path / "empty", tiers=[FAR, first]) as checkpointer:
         restored = checkpointer.restore([from_state_dict("state", live)])
     assert restored is not None

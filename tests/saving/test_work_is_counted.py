@@ -41,7 +41,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 101, "restoring": 131, "saving": 6, "state": 224, "storage": 100,
         },
         "load": {
-            "_base": 108, "api": 1, "commit": 45, "config": 8, "container": 171, "errors": 34,
+            "_base": 108, "api": 1, "commit": 40, "config": 8, "container": 171, "errors": 34,
             "executor": 14, "files": 20, "formats": 20, "native": 13, "planning": 47, "reading": 109, "state": 162,
             "storage": 127,
         },
@@ -58,7 +58,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 528, "restoring": 1106, "saving": 5, "state": 7940, "storage": 124,
         },
         "load": {
-            "_base": 908, "api": 1, "commit": 45, "config": 8, "container": 2193, "errors": 44,
+            "_base": 908, "api": 1, "commit": 40, "config": 8, "container": 2193, "errors": 44,
             "executor": 14, "files": 26, "formats": 20, "native": 16, "planning": 47, "reading": 4106,
             "state": 7141, "storage": 143,
         },
@@ -70,7 +70,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "saving": 52, "schedule": 2, "state": 46, "storage": 2,
         },
         "load": {
-            "_base": 908, "api": 1, "commit": 45, "config": 8, "container": 2193, "errors": 44,
+            "_base": 908, "api": 1, "commit": 40, "config": 8, "container": 2193, "errors": 44,
             "executor": 14, "files": 26, "formats": 20, "native": 16, "planning": 47, "reading": 4106,
             "state": 7141, "storage": 143,
         },
@@ -87,7 +87,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
             "reading": 721, "restoring": 630, "saving": 5, "state": 7329, "storage": 109,
         },
         "load": {
-            "_base": 306, "api": 1, "commit": 45, "config": 8, "container": 671, "errors": 34,
+            "_base": 306, "api": 1, "commit": 40, "config": 8, "container": 671, "errors": 34,
             "executor": 14, "files": 20, "formats": 20, "native": 13, "planning": 47, "reading": 1099,
             "state": 2346, "storage": 127,
         },

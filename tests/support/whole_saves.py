@@ -27,6 +27,11 @@ def copy_of(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with zeros in it."""
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for key, value in state.items()}
+
+
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -37,7 +42,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def assert_whole(root: Path, expected: dict[int, dict[str, Any]]) -> None:
     """Each checkpoint restores, torch opens its files, and every byte is as its checksums say."""
     for step, state in expected.items():
-        live = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+        live = blank(state)
         with ds.Checkpointer(root) as checkpointer:
             checkpointer.restore([from_state_dict("state", live)], step=step)
         assert_equal(live, state)
