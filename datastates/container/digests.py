@@ -159,7 +159,7 @@ def contributions(shards: Sequence[Shard]) -> Iterator[int]:
 
 def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:
     """A read-only array over elements in memory; ``offset`` is in bytes, ``stride`` in elements, the type is opaque."""
-    elements = np.frombuffer(memory, np.dtype((np.void, itemsize)), span(shape, stride), offset)
+    elements = np.frombuffer(memory, np.dtype(f"V{itemsize}"), span(shape, stride), offset)
     return np.lib.stride_tricks.as_strided(elements, shape, [s * itemsize for s in stride], writeable=False)
 
 

@@ -204,5 +204,5 @@ def _put_digits(rows: U8, end: int, first: int) -> None:
 
 def _scatter(target: U8, at: I64, rows: U8) -> None:
     """Write each row into ``target`` at its offset, through a view of all overlapping stretches of a row's length."""
-    row = np.dtype((np.void, rows.shape[1]))
+    row = np.dtype(f"V{rows.shape[1]}")
     np.ndarray(len(target) - row.itemsize + 1, row, target, 0, (1,))[at] = rows.view(row)[:, 0]

@@ -66,7 +66,7 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
 
 def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """Do as NumPy's ``as_strided``, also for the types of ml_dtypes, which NumPy does not know; strides in bytes."""
-    plain = array.view(np.dtype((np.void, array.itemsize)))
+    plain = array.view(np.dtype(f"V{array.itemsize}"))
     return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
 
 
