@@ -12,12 +12,20 @@ namespace py = pybind11;
 namespace datastates::python {
 namespace {
 
+/// Clear an error that tells that something is not so. Others are raised: Python may have run
+/// meanwhile, say of a TorchFunctionMode, and an interrupt must not be lost.
+void clear_error() {
+    if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0)
+        throw py::error_already_set();
+    PyErr_Clear();
+}
+
 /// The exchange API of an array's type; null without one of a known version.
 const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
     const auto capsule = py::reinterpret_steal<py::object>(
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kAttribute));
     if (!capsule || PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) == 0) {
-        PyErr_Clear();
+        clear_error();
         return nullptr;
     }
     const auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -35,7 +43,7 @@ class Versions {
         const bool plain = type->tp_getattro == PyObject_GenericGetAttr;
         descriptor_ = py::reinterpret_steal<py::object>(
             PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_.ptr()));
-        PyErr_Clear();
+        clear_error();
         const bool known =
             plain && descriptor_ && Py_TYPE(descriptor_.ptr()) == &PyGetSetDescr_Type;
         getter_ =
@@ -47,7 +55,7 @@ class Versions {
             getter_ != nullptr ? getter_->get(array.ptr(), getter_->closure)
                                : PyObject_GetAttr(array.ptr(), name_.ptr()));
         const std::int64_t value = version ? PyLong_AsLongLong(version.ptr()) : -1;
-        PyErr_Clear();
+        clear_error();
         return value;
     }
 
@@ -76,7 +84,7 @@ class Looker {
         }
         if (api_ == nullptr) return false;
         if (api_->tensor_from_py_object_no_sync(array.ptr(), &tensor) == 0) return true;
-        PyErr_Clear();  // the array cannot be exchanged: no error for the caller
+        clear_error();  // the array cannot be exchanged: no error for the caller
         return false;
     }
 

@@ -222,3 +222,16 @@ def test_element_types_are_known_in_deterministic_mode() -> None:
         torch.use_deterministic_algorithms(False)
     assert anew == known
     assert len(known) > 10
+
+
+def test_an_interrupt_while_tensors_are_scanned_is_not_lost() -> None:
+    class Interrupted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if function == torch.Tensor._version.__get__:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs or {})
+
+    with Interrupted(), pytest.raises(KeyboardInterrupt):
+        tensor_scan.look([BASE], memory=True)
