@@ -18,10 +18,12 @@ from datastates.container.table import Row
 from datastates.errors import ClosedError, DatastatesError
 from datastates.executor.executor import Executor
 from datastates.reading.needed_memory import refuse_large
+from datastates.reading.new_part import NewParts
 from datastates.reading.new_tensors import Batch, is_one_row, nbytes_of, span_nbytes
 from datastates.reading.tensors import TensorFile, Tensors
 from datastates.reading.tensors_ahead import MOST_NBYTES, NextTensors
 from datastates.state import memory
+from datastates.state.index import Index, nth
 from datastates.state.new_memory import Into
 
 _SMALL_READ = 4 * CHUNK
@@ -61,6 +63,7 @@ class Checkpoint(Mapping[str, Any]):
         self._make_executor = executor
         self._executor: Executor | None = None
         self._ahead = NextTensors(stored, into)
+        self._parts = NewParts(stored, into)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -135,11 +138,72 @@ class Checkpoint(Mapping[str, Any]):
             self._refuse_if_closed(key)
             _, sources = found
             is_small = is_one_row(sources) and span_nbytes(sources[0][1]) <= _SMALL_READ
-            if nbytes_of(found) > MOST_NBYTES:
-                refuse_large(self._stored.path, found, self._into)
+            refuse_large(self._stored.path, nbytes_of(found), found[0].kind, self._into)
             batch = None if is_small else Batch({key: found}, self._into, self._running())
             self._ahead.fill(self._running)
         return self._read_small(*sources[0]) if batch is None else batch.take(key)
+
+    def part(self, key: str, index: Index) -> Any:
+        """Read and verify a part of one array, into new memory, without the rest.
+
+        Each chunk of 256 KiB with a wanted element is read and verified as a whole. So a stretch of rows takes at most
+        512 KiB more than it has, and columns take whole rows. A file without checksums of chunks, as ``torch.save``
+        makes it, is verified record by record: the first part of an array reads all of it once. Files of safetensors
+        have no checksums.
+
+        Args:
+            key: The full key.
+            index: As for ``array[index]``: integers, slices whose step is 1, and ``...``.
+
+        Returns:
+            What ``checkpoint[key][index]`` is, in row-major order.
+
+        Raises:
+            KeyError: There is no array with that key.
+            IndexError: The index does not fit the array's shape.
+            TypeError: The index is made of other things, such as a mask.
+            ValueError: A slice has another step than 1.
+            DatastatesError: As ``checkpoint[key]`` raises. Containers without an element of the part may be missing.
+        """
+        with self._lock:
+            self._refuse_if_closed(key)
+            array, reads = self._parts.begin(key, index)
+            reads.start(self._running())
+        reads.finish()
+        return array
+
+    def shard(self, key: str, dim: int, rank: int, world_size: int) -> Any:
+        """Read one of several equal parts of an array along a dimension, as a rank with tensor parallelism needs it.
+
+        Args:
+            key: The full key.
+            dim: The dimension; it may be negative.
+            rank: Number of the part.
+            world_size: Number of the parts.
+
+        Returns:
+            What ``checkpoint[key].chunk(world_size, dim)[rank]`` is, in row-major order.
+
+        Raises:
+            IndexError: The array has no such dimension.
+            ValueError: The dimension does not divide by ``world_size``, or there is no such rank. Nothing was read.
+            KeyError, DatastatesError: As :meth:`part` raises.
+        """
+        try:
+            index = nth(self.shape(key), dim, rank, world_size)
+        except (IndexError, ValueError) as error:
+            raise type(error)(f"{key!r}: {error}") from None
+        return self.part(key, index)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of an array, which is not read; raises as ``checkpoint[key]`` does."""
+        with self._lock:
+            return self._parts.row(key).global_shape
+
+    def dtype(self, key: str) -> str:
+        """The element type of an array, named as in torch: ``"bfloat16"``. Raises as :meth:`shape` does."""
+        with self._lock:
+            return self._parts.row(key).dtype.name
 
     def digest(self, key: str) -> str | None:
         """The CRC-32 of an array's bytes in row-major order, as 8 hexadecimal digits; None if it was not stored.

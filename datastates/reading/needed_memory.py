@@ -13,11 +13,13 @@ import numpy as np
 from datastates._base import free_memory, log
 from datastates.container.table import KINDS
 from datastates.errors import OutOfMemoryError
-from datastates.reading.new_tensors import FoundTensor, nbytes_of
 from datastates.reading.tensors import TensorFile
 from datastates.state import devices
 from datastates.state.new_memory import Into
 from datastates.storage.location import Location
+
+LARGE = 512 << 20
+"""Bytes of an array from which on the free memory is looked at before it is read."""
 
 
 def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) -> None:
@@ -31,9 +33,18 @@ def refuse_too_large(path: Location, files: Sequence[TensorFile], into: Into) ->
     _refuse_new(path, *needed(files, into), into, "read single arrays by datastates.open()")
 
 
-def refuse_large(path: Location, found: FoundTensor, into: Into) -> None:
-    """Raise OutOfMemoryError if a new array for one tensor needs more memory than is free; arguments as above."""
-    nbytes, on_device = nbytes_of(found), into.device is not None and into.kind(found[0].kind) == "torch"
+def refuse_large(path: Location, nbytes: int, kind: str, into: Into) -> None:
+    """Raise OutOfMemoryError if one new array is large, and needs more memory than is free.
+
+    Args:
+        path: The checkpoint, for messages.
+        nbytes: Bytes of the array.
+        kind: The library that saved it.
+        into: Library and device of the new array.
+    """
+    if nbytes <= LARGE:
+        return
+    on_device = into.device is not None and into.kind(kind) == "torch"
     _refuse_new(path, *((0, nbytes) if on_device else (nbytes, 0)), into, "free memory")
 
 

@@ -86,11 +86,14 @@ def test_open_and_export_need_no_room_for_all(
 
 
 def test_open_refuses_an_array_larger_than_the_window(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.reading.checkpoint.MOST_NBYTES", 7_999_999)
+    monkeypatch.setattr("datastates.reading.needed_memory.LARGE", 7_999_999)
     free(monkeypatch, 7_999_999)
     with ds.open(saved) as opened:
         with pytest.raises(OutOfMemoryError) as raised:
             opened["s/n"]
+        with pytest.raises(OutOfMemoryError):
+            opened.part("s/n", ...)
+        assert opened.part("s/n", slice(1, None)).size == 999_999
         free(monkeypatch, 8_000_000)
         assert opened["s/n"].sum() == 1_000_000
     assert raised.value.needed == 8_000_000

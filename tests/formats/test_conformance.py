@@ -93,6 +93,13 @@ class TestFormat:
             assert case.keys(name) in opened
             assert same(opened[case.keys(name)], weights()[name])
 
+    def test_parts_of_each_tensor_are_read(self, case: Case, made: Path) -> None:
+        with ds.open(made, **SMALL) as opened:
+            for name, tensor in weights().items():
+                assert opened.shape(case.keys(name)) == tuple(tensor.shape)
+                for index in [..., *([slice(1, 3), -1] if tensor.ndim and len(tensor) else [])]:
+                    assert same(opened.part(case.keys(name), index), tensor[index]), name
+
     def test_all_of_it_is_loaded(self, case: Case, made: Path) -> None:
         found = leaves(ds.load(made, **SMALL))
         for name, tensor in weights().items():
