@@ -65,7 +65,7 @@ def shell(
     )
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("buffered", ["buffered", pytest.param("unbuffered", marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["ls", "inspect", pytest.param("verify", marks=pytest.mark.long)])

@@ -122,7 +122,7 @@ def states(script: Script, actors: Actors, faults: int = 0) -> Iterator[State]:
     ).states()
 
 
-@pytest.mark.parametrize("faults", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("faults", [0, pytest.param(1, marks=pytest.mark.by_hand)])
 def test_no_checkpoint_lacks_what_it_names(faults: int, script: Script) -> None:
     seen = [(lacks(state), state) for state in states(script, Actors(script), faults)]
     assert not any(is_lacking for is_lacking, _ in seen)

@@ -62,7 +62,7 @@ IN_THE_CHILD = {
 STEPS_OF_THE_CHILD = {"snapshot": [10], "snapshot and no close": [10], "close": [10]}
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("work", IN_THE_CHILD)
 def test_a_child_uses_the_inherited_checkpointer_and_ends(
     work: str, backend: str, tmp_path: Path, run: Callable[..., Any]

@@ -59,7 +59,7 @@ EVERY = [*PYTHON_POINTS, *DIRECTORY_SYNCS, *NATIVE_POINTS]
 FEW = EVERY[::6]
 
 
-@pytest.mark.parametrize("fault", [*FEW, *(pytest.param(f, marks=pytest.mark.long) for f in EVERY if f not in FEW)])
+@pytest.mark.parametrize("fault", [*FEW, *(pytest.param(f, marks=pytest.mark.by_hand) for f in EVERY if f not in FEW)])
 def test_killed_at_a_fault_point(
     fault: str, prepared: Path, tmp_path: Path, run: Callable[..., Any], audit: Callable[..., Any], resume: Any
 ) -> None:

@@ -13,7 +13,7 @@ from datastates.demo.__main__ import STEPS, train
 from datastates.demo.numpy_network import NumpyNetwork
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_story(tmp_path: Path) -> None:
     command, environment = (
         [sys.executable, "-m", "datastates.demo"],

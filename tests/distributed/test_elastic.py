@@ -20,7 +20,7 @@ from datastates.state.shards import Shard
 LOOP = Path(__file__).with_name("rank_loop.py")
 
 
-@pytest.mark.parametrize("n", short.first([3, 1, 2, 4, 5, 6, 7, 8]))
+@pytest.mark.parametrize("n", short.first([3, 1, 2, 4, 5, 6, 7, 8], rest=pytest.mark.by_hand))
 def test_any_number_of_ranks_restores_what_any_number_saved(threads: Any, tmp_path: Path, n: int) -> None:
     for i, layout in enumerate(LAYOUTS):
         save(threads, tmp_path / layout, layout, n)

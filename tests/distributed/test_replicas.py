@@ -251,6 +251,6 @@ def test_steps_wait_until_a_replica_that_is_not_written_is_read(ranks: Any, tmp_
     ranks(2, CHANGED, tmp_path, timeout=120)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_parts_and_groups_of_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(4, FOUR, tmp_path, timeout=180)

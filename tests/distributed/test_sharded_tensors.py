@@ -109,7 +109,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_any_number_of_ranks_takes_the_rows_that_it_holds(ranks: Callable[..., object], tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, "save", timeout=100)
     ranks(1, SCRIPT, tmp_path, "take", timeout=100)

@@ -119,7 +119,7 @@ def test_undamaged_checkpoint_is_whole(checkpointer: Checkpointer, container: Pa
     assert container.stat().st_size < 10_000
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_verify_finds_every_flipped_bit(container: Path) -> None:
     assert undetected(container, lambda: not verify(container.parent)) == []
 
@@ -146,7 +146,7 @@ def test_verify_finds_many_flipped_bits_at_once(container: Path, seed: int) -> N
         assert not verify(container.parent)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_truncation_at_every_length_is_found(checkpointer: Checkpointer, container: Path) -> None:
     for length in reversed(range(container.stat().st_size)):
         os.truncate(container, length)

@@ -118,7 +118,7 @@ def with_index(index: bytes, path: Path) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @settings(RELAXED, max_examples=150)
 @given(index=lies() | damaged(INDEX))
 def test_lying_index_is_refused_or_read_within_bounds(attack: Any, index: bytes) -> None:

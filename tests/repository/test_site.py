@@ -56,7 +56,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html")}
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     lost = []
     for path, page in pages.items():

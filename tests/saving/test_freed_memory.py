@@ -80,7 +80,7 @@ assert torch.equal(ds.load(directory)["m"]["good"], good["good"])
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("how", GIVEN_BACK)
 def test_memory_given_back_before_it_is_captured_fails_that_snapshot_by_name(
     how: str, ranks: Any, tmp_path: Path
@@ -138,7 +138,7 @@ else:
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("lazy", short.first(["lazy", "at once"]))
 @pytest.mark.parametrize("how", GONE)
 def test_memory_that_is_gone_before_the_call_fails_that_snapshot_by_name(

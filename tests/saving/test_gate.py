@@ -452,7 +452,7 @@ with ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", on_error="war
 """
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.long)], ids=["first", "again"])
 def test_memory_is_kept_until_captured_whatever_a_tensor_is_given_instead(before: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", MOVED, str(tmp_path), str(before)]

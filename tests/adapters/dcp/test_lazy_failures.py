@@ -156,7 +156,7 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path, way: str) -> None:
     writer.close()
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("way", [*WAYS, "plain"])
 @pytest.mark.parametrize("how", ["good", "failed", "unplanned", "disagreed"])
 def test_nothing_holds_the_state_once_it_has_ended(tmp_path: Path, way: str, how: str) -> None:

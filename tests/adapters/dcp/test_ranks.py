@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_training_goes_on_alike_on_any_number_of_ranks(train: Any, said: Any, tmp_path: Path) -> None:
     """From two ranks to two and to one, and from one to two, for each way to save and each reader."""
     write = """

@@ -105,7 +105,7 @@ def test_removing_without_a_save_takes_no_memory(training: ModuleType, io: Any, 
     assert io.files._engine is None
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     script = f"""
 import sys

@@ -148,7 +148,7 @@ BESTS = [(True, 1), (True, 2), (False, 2)]
 OVERRIDDEN = ["save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state"]
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     "name", ["_save_checkpoint", *(pytest.param(n, marks=pytest.mark.by_hand) for n in OVERRIDDEN)]
 )
@@ -190,7 +190,7 @@ def test_a_model_that_looks_at_its_own_files_finds_them(look: Look, training: Mo
     look.run(make)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize(
     ("load", "limit"), [(False, 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BESTS)]
 )
