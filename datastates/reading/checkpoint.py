@@ -147,9 +147,9 @@ class Checkpoint(Mapping[str, Any]):
         """Read and verify a part of one array, into new memory, without the rest.
 
         Each chunk of 256 KiB with a wanted element is read and verified as a whole. So a stretch of rows takes at most
-        512 KiB more than it has, and columns take whole rows. A file without checksums of chunks, as ``torch.save``
-        makes it, is verified record by record: the first part of an array reads all of it once. Files of safetensors
-        have no checksums.
+        512 KiB more than it has, and columns take whole rows. In files with a checksum for each storage, as
+        ``torch.save`` makes them, the storages that hold the part are read as a whole and verified once. Files of
+        safetensors have no checksums.
 
         Args:
             key: The full key.
@@ -167,7 +167,10 @@ class Checkpoint(Mapping[str, Any]):
         """
         with self._lock:
             self._refuse_if_closed(key)
-            array, reads = self._parts.begin(key, index)
+            array, reads, sources = self._parts.begin(key, index)
+        self._parts.prove(sources)
+        with self._lock:
+            self._refuse_if_closed(key)
             reads.start(self._running())
         reads.finish()
         return array
@@ -186,17 +189,18 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises:
             IndexError: The array has no such dimension.
+            TypeError: An argument is no integer.
             ValueError: The dimension does not divide by ``world_size``, or there is no such rank. Nothing was read.
             KeyError, DatastatesError: As :meth:`part` raises.
         """
         try:
             index = nth(self.shape(key), dim, rank, world_size)
-        except (IndexError, ValueError) as error:
+        except (IndexError, TypeError, ValueError) as error:
             raise type(error)(f"{key!r}: {error}") from None
         return self.part(key, index)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of an array, which is not read; raises as ``checkpoint[key]`` does."""
+        """The shape of an array, which is not read. Raises KeyError, and as :meth:`__iter__` does."""
         with self._lock:
             return self._parts.row(key).global_shape
 

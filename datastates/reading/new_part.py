@@ -21,28 +21,23 @@ from datastates.storage.location import Location
 
 
 class NewParts:
-    """Reads parts of tensors. Not thread-safe.
-
-    A record whose chunks have no checksums, as ``torch.save`` makes them, is compared with its own checksum before the
-    first part of it is read.
-    """
+    """Reads parts of tensors. Not thread-safe, but for :meth:`prove`."""
 
     def __init__(self, stored: Tensors, into: Into) -> None:
         """Take the tensors, and library and device of the new arrays."""
         self._stored, self._into = stored, into
         self._proven: set[tuple[Location, int]] = set()
 
-    def begin(self, key: str, index: Index) -> tuple[Any, Reads]:
+    def begin(self, key: str, index: Index) -> tuple[Any, Reads, list[FoundRow]]:
         """Allocate a part of a tensor, and queue the reads that fill it.
 
         Returns:
-            The array, and the reads.
+            The array, the reads, and the rows to :meth:`prove` before they are read.
 
         Raises:
             KeyError, DatastatesError: As :meth:`datastates.reading.tensors.Tensors.whole` raises.
             IndexError, TypeError, ValueError: As :func:`~datastates.state.index.indexed` raises.
             OutOfMemoryError: The part is large, and larger than the free memory.
-            CorruptError: A record does not match its checksum.
         """
         row = self.row(key)
         try:
@@ -50,18 +45,18 @@ class NewParts:
         except (IndexError, TypeError, ValueError) as error:
             raise type(error)(f"{key!r} of shape {row.global_shape}: {error}") from None
         wanted = Part(row.global_shape, chosen.size, chosen.begin)
-        (sources,) = self._stored.sources([(row, wanted)])
+        (found,) = self._stored.sources([(row, wanted)])
+        sources = [(source, one) for source, one in found if parts.uncovered(wanted, [one.part]) < wanted.numel]
         if parts.uncovered(wanted, [one.part for _, one in sources]):
             self._stored.whole([key])  # names what is missing
             raise DatastatesError(f"{key!r} cannot be read from {self._stored.path}: a part of it is in no file")
         refuse_large(self._stored.path, wanted.numel * row.dtype.itemsize, row.kind, self._into)
-        self._prove(sources)
         array = self._into.empty(ArrayRef(key, row.kind, row.dtype.name, chosen.size, strides.row_major(chosen.size)))
         live = replace(arrays.array_shard(key, array), global_shape=row.global_shape, offset=chosen.begin)
         reads = Reads(in_full=True)
         for source, one in sources:
             reads.add(source, one, live)
-        return array.reshape(chosen.shape), reads
+        return array.reshape(chosen.shape), reads, sources
 
     def row(self, key: str) -> Row:
         """A row that tells a tensor's type and shape; raises as :meth:`begin` does."""
@@ -72,8 +67,14 @@ class NewParts:
             raise KeyError(key)
         return row
 
-    def _prove(self, sources: Sequence[FoundRow]) -> None:
+    def prove(self, sources: Sequence[FoundRow]) -> None:
+        """Compare records whose chunks have no checksums with their own checksums, if they have one, each once.
+
+        Raises:
+            CorruptError: A record does not match its checksum.
+            StorageError: Reading failed.
+        """
         for source, row in sources:
             if not source.checked and (at := (source.path, row.record)) not in self._proven:
-                check_record(source, row.record, row.key)
+                check_record(source, row.record, source.name_record(row.record))
                 self._proven.add(at)

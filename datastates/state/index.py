@@ -55,7 +55,8 @@ def _chosen(one: OneIndex, n: int, dim: int) -> tuple[int, int]:
         if step != 1:
             raise ValueError(f"step {step} in dimension {dim}: a part is read with step 1 only; index what was read")
         return begin, max(0, end - begin)
-    if one is ... or isinstance(one, bool) or not hasattr(one, "__index__") or getattr(one, "shape", ()) != ():
+    is_mask = isinstance(one, bool) or str(getattr(one, "dtype", "")).endswith("bool")
+    if one is ... or is_mask or not hasattr(one, "__index__") or getattr(one, "shape", ()) != ():
         raise TypeError(f"an index is made of integers, slices and ..., not of {type(one).__name__}")
     at = operator.index(one)
     if not -n <= at < n:
@@ -68,8 +69,10 @@ def nth(shape: tuple[int, ...], dim: int, rank: int, world_size: int) -> Index:
 
     Raises:
         IndexError: The array has no such dimension.
+        TypeError: An argument is no integer.
         ValueError: The parts would not be equal, or there is no such rank.
     """
+    dim, rank, world_size = map(operator.index, (dim, rank, world_size))
     if not -len(shape) <= dim < len(shape):
         raise IndexError(f"dimension {dim} of an array of {len(shape)} dimensions")
     if not 0 <= rank < world_size:

@@ -98,6 +98,8 @@ def test_integers_may_be_of_numpy_and_torch(opened: Checkpoint) -> None:
         (True, TypeError, "not of bool"),
         (1.0, TypeError, "not of float"),
         ([1, 2], TypeError, "not of list"),
+        (torch.tensor(True), TypeError, "not of Tensor"),
+        (np.True_, TypeError, "not of bool"),
         (np.array([1]), TypeError, "not of ndarray"),
         (torch.tensor([1]), TypeError, "not of Tensor"),
     ],
@@ -137,6 +139,7 @@ def test_a_shard_is_a_chunk_of_torchs(opened: Checkpoint, dim: int) -> None:
         (0, -1, 3, ValueError, "rank -1 is not one of 3"),
         (3, 0, 1, IndexError, "dimension 3 of an array of 3 dimensions"),
         (-4, 0, 1, IndexError, "dimension -4 of an array of 3 dimensions"),
+        (0.5, 0, 1, TypeError, "'float' object cannot be interpreted as an integer"),
     ],
 )
 def test_a_shard_that_is_none_is_refused_by_name(
