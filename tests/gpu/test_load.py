@@ -118,3 +118,21 @@ def test_parts_of_several_ranks_are_put_together_on_the_gpu(tmp_path: Path, rank
     assert torch.equal(found["columns"], whole)
     with ds.open(tmp_path / "c", device="cuda") as opened:
         assert torch.equal(opened["p/columns"], whole)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_parts_are_read_onto_the_gpu(tmp_path: Path, device: Any) -> None:
+    matrix = torch.randn(3000, 2000, device="cuda").to(torch.bfloat16)
+    ds.snapshot([from_state_dict("s", {"m": matrix, "t": matrix.t()})], tmp_path / "c").wait_committed()
+    torch.save({"m": matrix}, tmp_path / "m.pt")
+    with ds.open(tmp_path / "c", device=device) as opened, ds.open(tmp_path / "m.pt", device=device) as of_torch:
+        for index in [(slice(100, 900),), (slice(None), slice(512, 1024)), (7, slice(3, 4)), (..., -1), (slice(5, 5),)]:
+            for found, whole in (
+                (opened.part("s/m", index), matrix),
+                (opened.part("s/t", index), matrix.t()),
+                (of_torch.part("m", index), matrix),
+            ):
+                assert found.device == torch.device("cuda:0")
+                assert torch.equal(found, whole[index])
+        for dim in (0, 1):
+            assert torch.equal(opened.shard("s/m", dim, 1, 4), matrix.chunk(4, dim)[1])
