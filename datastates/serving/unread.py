@@ -101,7 +101,6 @@ class Unread(torch.Tensor):
 
 def _made(opened: Checkpoint, key: str, begin: tuple[int, ...], size: tuple[int, ...], in_order: bool) -> Unread:
     dtype = getattr(torch, opened.dtype(key))
-    host = torch.device("cpu")
-    made: Any = torch.Tensor._make_wrapper_subclass(Unread, size, dtype=dtype, device=host)
+    made = torch.Tensor._make_wrapper_subclass(Unread, size, dtype=dtype, device=torch.device("cpu"))
     made._opened, made._key, made._begin, made._in_order = opened, key, begin, in_order
-    return made  # type: ignore[no-any-return]
+    return made
